@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +24,7 @@ from megatrain.runtime.streams.stream_set import Chaos
 from tests.comparing import assert_same, snapshot
 from tests.training.parity import MODES, SideBySide, generator_of
 from tests.training.test_failures import tokens
-from tests.training.test_offload import FOLDER, ROOT, failing_disk, fused, loss_of
+from tests.training.test_offload import FOLDER, ROOT, fused, loss_of
 
 WIDTH, DEPTH, ROWS = 16, 7, 64
 
@@ -47,10 +51,16 @@ def training(mode: str, *, evicts: bool = True, **compiling: Any) -> SideBySide:
     optimizers = [[fused(model)] for model in (eager, streamed)]
     step = megatrain.TrainStep(compiled, optimizers[1], loss=loss_of, offload=FOLDER, **MODES[mode])
     if evicts:
-        tables = step._setup.tables
-        tables._limits = replace(tables._limits, most_park_bytes=0)
+        evict(step)
     clip = MODES[mode].get("max_grad_norm")
     return SideBySide(eager, streamed, compiled, *optimizers, step, loss_of, clip)
+
+
+def evict(step: Any) -> Any:
+    """Has a step move on to its file as much as can be of what it parks."""
+    tables = step._setup.tables
+    tables._limits = replace(tables._limits, most_park_bytes=0)
+    return step
 
 
 def moved(step: Any) -> list[str]:
@@ -109,7 +119,9 @@ def test_a_failure_of_an_operation_loses_nothing(mode: str) -> None:
     sides, number = training(mode), 0
     engine = sides.compiled.megatrain.engine
     sides.take(batches(0), seed=0)
-    chosen = [token for token in tokens(sides.step.schedule) if "disk:E" in token or "disk:L" in token or ":A2" in token]
+    chosen = [
+        token for token in tokens(sides.step.schedule) if "disk:E" in token or "disk:L" in token or ":A2" in token
+    ]
     assert len(chosen) > 10
     for token in chosen:
         number += 1
@@ -126,3 +138,101 @@ def test_a_failure_of_an_operation_loses_nothing(mode: str) -> None:
             sides.take(batches(number), seed=number)
         sides.assert_same(token)
         sides.take(batches(100 + number), seed=number)
+
+
+@contextmanager
+def failing_file(file: Any, name: str, *, after: int, times: int) -> Generator[None]:
+    """Reads or writes of one file fail, so many of them after some."""
+    original, calls = getattr(os, name), iter(range(1 << 60))
+
+    def move(descriptor: int, *given: Any) -> int:
+        if descriptor in file._files and after <= next(calls) < after + times:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(descriptor, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, name, move)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "times"),
+    [("pwritev", "overlap", 1 << 60), ("preadv", "overlap", 1), ("preadv", "deferred", 1 << 60)],
+)
+def test_a_disk_that_fails_is_named_and_the_step_ends_at_a_boundary(name: str, mode: str, times: int) -> None:
+    """One that goes on failing leaves no trace of a step that has updated nothing."""
+    sides = training(mode)
+    for number in range(2):
+        sides.take(batches(number), seed=number)
+    fails, what = "write" if name == "pwritev" else "read", "Activations are there in the middle of a step"
+    torch.manual_seed(2)
+    with (
+        failing_file(sides.step._setup.activations, name, after=3, times=times),
+        pytest.raises(
+            ExecuteError, match=rf"the disk of `.*` fails to {fails} 4.00 KiB: Input/output error.\n  {what}"
+        ),
+    ):
+        sides.step(batches(2))
+    torch.manual_seed(2)
+    if sides.step.progress.count == 3:
+        sides.expect(batches(2))
+    else:
+        sides.take(batches(2), seed=2)
+    sides.assert_same()
+    sides.take(batches(3), seed=3)
+    sides.assert_same()
+
+
+def test_a_disk_without_room_is_refused_before_the_step() -> None:
+    sides, before = training("overlap"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, before[1]))
+    try:
+        with pytest.raises(
+            OptionError, match=r"no room for it: 40.00 KiB are .*\n  Activations are in a file there in"
+        ):
+            sides.step(batches(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    sides.take(batches(0), seed=0)
+    sides.assert_same()
+
+
+KILLED = """
+import os, signal, sys, torch
+from tests.training.test_evictions import batches, training
+
+sides = training("deferred")
+torch.manual_seed(0)
+step, write = sides.step, os.pwritev
+def pwritev(descriptor, *given):
+    if step.progress.count == 3 and descriptor in step._setup.activations._files:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(descriptor, *given)
+os.pwritev = pwritev
+for number in range(5):
+    step(batches(number))
+    if number == 1:
+        step.save(sys.argv[1])
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
+def test_a_run_that_is_killed_in_an_eviction_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    found = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "run")], cwd=ROOT, check=False)
+    assert found.returncode == -signal.SIGKILL
+    assert list(FOLDER.glob("megatrain-*")) == []
+    whole, resumed, results = training("deferred"), training("deferred"), []
+    options: Any = {"loss": loss_of, "offload": FOLDER, **MODES["deferred"]}
+    step = megatrain.TrainStep.load(tmp_path / "run", resumed.compiled, resumed.optimizers[0], **options)
+    for sides, one in ((whole, whole.step), (resumed, evict(step))):
+        torch.manual_seed(0)
+        for number in range(5):
+            if number == 2:
+                torch.manual_seed(1)
+            if number >= one.progress.count:
+                one(batches(number))
+        assert moved(one)
+        one.flush()
+        results.append(snapshot(sides.streamed, *sides.optimizers))
+    assert_same(*results)
