@@ -86,6 +86,15 @@ class StepChoices:
         known = dict(zip(map(id, self.captures), self.programs, strict=True))
         return [known[id(capture)] for capture in captures]
 
+    def with_less_parked(self, nbytes: int) -> StepChoices:
+        """The same, with so many bytes less of the host that activations take, if a file has as many more of them."""
+        table = with_evictions(self.schedule, max(0, self.schedule.park_bytes - nbytes))
+        if table is self.schedule:
+            return self
+        schedule = schedule_of(table)
+        schedule.check()
+        return replace(self, schedule=schedule)
+
     @property
     def input_bytes(self) -> int:
         """Of the capture with the most."""

@@ -34,14 +34,7 @@ from megatrain.passes.program import Program
 from megatrain.passes.rewrites.loss_only import loss_only
 from megatrain.planning.equal_layers import Repeated
 from megatrain.planning.from_files import FileReads, MomentTraffic
-from megatrain.planning.host_plan import (
-    CACHE,
-    ExampleSizes,
-    HostPlan,
-    ModelSizes,
-    host_plan,
-    num_tokens,
-)
+from megatrain.planning.host_plan import CACHE, ExampleSizes, HostPlan, ModelSizes, host_plan, num_tokens
 from megatrain.planning.loss_bytes import Loss, measure_loss
 from megatrain.planning.options import COMPILE, PRECISION, Limits, check_masters, check_opaque, given_bytes
 from megatrain.planning.plan import Plan
@@ -161,19 +154,22 @@ class Planner:
     ) -> tuple[StepChoices, HostPlan]:
         """The fastest plan, or one that takes less memory of the host if it doesn't fit there."""
 
+        def with_host(made: StepChoices) -> tuple[StepChoices, HostPlan]:
+            parts = made.programs[0], made.schedule, found.model, limits.optimizer
+            options: Any = {"precision": limits.precision, "masters": limits.masters, "in_files": in_files}
+            return made, host_plan(*parts, **options, moments=limits.layout)
+
         def tried(updates: str, **changes: Any) -> tuple[StepChoices, HostPlan]:
             kind = _step_kind(found.programs.at(0), limits, updates)
             captures = [found.programs] * kind.micro_batches
             made = self._plans.plan(captures, kind, replace(limits, **changes), lambda: found.loss_bytes, or_least=True)
-            parts = made.programs[0], made.schedule, found.model, limits.optimizer
-            options: Any = {"precision": limits.precision, "masters": limits.masters, "in_files": in_files}
-            return made, host_plan(*parts, **options, moments=limits.layout)
+            return with_host(made)
 
         def missing(host: HostPlan) -> int:
             return host.missing_bytes(limits.host_memory)
 
         fastest, *others = updates
-        made, host = tried(fastest)
+        first = made, host = tried(fastest)
         if made.too_small is not None or not missing(host):
             return made, host
         if made.schedule.results:
@@ -190,6 +186,8 @@ class Planner:
                 less = tried(each, hardware=None)
                 made, host = less if less[1].total_bytes < host.total_bytes else (made, host)
         tries.append((made, host))
+        if limits.layout is not None:  # a file has activations as well, of the fastest plan or of one that parks less
+            tries += [with_host(each[0].with_less_parked(missing(each[1]))) for each in (first, tries[-1])]
         return _best(tries, limits.hardware, missing)
 
     def _captured(self, limits: StepLimits, sizes: Mapping[str, int]) -> _Capture:
