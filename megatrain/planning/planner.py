@@ -445,8 +445,8 @@ def plan(  # noqa: PLR0913  # as for `compile`
         loss: As for `TrainStep`; it gets the example as its batch.
         hardware: A machine, the name of one in the table (`Hardware.presets()`), or `"measured"` for this machine with
             `device`. The plan is the fastest found for it that fits `device_memory`, and says its time.
-        offload: The optimizer's state is in a file between updates, as with a folder for `TrainStep`. The plan says
-            what a step reads and writes, and how much that wears the drive.
+        offload: As with a folder for `TrainStep`, a file has the optimizer's state between updates, and activations as
+            far as the host is short. The plan says what a step reads and writes, and how much that wears the drive.
         example_args: Another way to give `args`.
         example_kwargs: Example keyword arguments.
 

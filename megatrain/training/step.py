@@ -68,7 +68,8 @@ class TrainStep:
         on_nonfinite: If a gradient has an infinite or undefined element, `"raise"` an error, or `"skip"` the update.
         plan: A plan, whose choices each step takes exactly; a step of another model, shape or kind is refused.
         offload: A folder on a fast disk: a file there has the optimizer's state (8 bytes a parameter of AdamW, 2.2 of
-            AdamW8bit) between updates, and memory that of two blocks. The bits are the same. It goes with the process.
+            AdamW8bit) between updates, and memory that of two blocks. Another has parked activations within a step, as
+            far as the host's memory is short. The bits are the same. Both go with the process.
 
     Raises:
         OptimizerError: If one needs a closure, two hold the same parameter, or none holds one of the model's; with

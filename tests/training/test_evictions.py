@@ -77,6 +77,9 @@ def test_steps_with_activations_in_a_file_have_eagers_bits(mode: str, count: int
     assert len(moved(sides.step)) == 2 * count * len(table.evicted) > 0
     assert file.nbytes == table.evicted_bytes
     assert sides.step.host_plan.bytes_of("parks") == table.park_bytes == 2 * PAGE
+    pool = sides.compiled.megatrain.engine.offload
+    pool._collect()
+    assert [arena.nbytes for arena in pool._idle] == [table.park_bytes], "what it takes is what is planned"
     assert list(FOLDER.glob("megatrain-*")) == []
 
 
