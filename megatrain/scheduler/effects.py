@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.items import ITEMS, NO_BLOCK, Effect, Item, OpKind, Stream
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.workload import Workload
+from megatrain.scheduler.workload import Workload, chunk_bytes
 
 Parks = Mapping[int, Sequence[int]]
 """Values that leave the device between forward and backward, by the block of their `A`."""
@@ -387,7 +387,7 @@ def _return(step: Effects, block: int, micro_batch: int) -> Effect:
 
 
 def _evict(step: Effects, block: int, micro_batch: int) -> Effect:
-    moves = step.workload.chunk_bytes(step.parked.get(block, ()))
+    moves = chunk_bytes(step.workload, step.parked.get(block, ()))
     return Effect((Item("parked", block, micro_batch),), (Item("evicted", block, micro_batch),), moves=moves)
 
 

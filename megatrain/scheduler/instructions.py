@@ -14,6 +14,7 @@ from megatrain.scheduler.effects import Parks
 from megatrain.scheduler.items import Item, Stream
 from megatrain.scheduler.lifetimes import Books, Uses
 from megatrain.scheduler.table import Op, Position, Table, park_buffers
+from megatrain.scheduler.workload import chunk_bytes
 
 
 class Bytes(NamedTuple):
@@ -341,7 +342,7 @@ def _evictions(table: Table, parked: Parks) -> tuple[dict[Op, Bytes], dict[_Chun
     through, in_file = dict[Op, Bytes](), dict[_Chunk, Bytes]()
     for op in table.ops if buffers else ():
         if op.stream == Stream.DISK and op.what in "EL" and op.slot is not None:
-            nbytes = workload.chunk_bytes(parked[op.block])
+            nbytes = chunk_bytes(workload, parked[op.block])
             copy = Op(Stream.D2H if op.what == "E" else Stream.H2D, "A", op.block, None, op.micro_batch)
             through[op] = through[copy] = Bytes(buffers[op.slot].start, nbytes)
             if op.what == "E":

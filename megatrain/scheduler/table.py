@@ -19,7 +19,7 @@ from megatrain.scheduler.effects import (
 )
 from megatrain.scheduler.items import NO_BLOCK, Stream
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.workload import Workload
+from megatrain.scheduler.workload import Workload, chunk_bytes
 
 _TOKEN = re.compile(r"(?P<what>[A-Z])(?P<block>\d{1,18})?(?:\.(?P<micro>\d{1,18}))?(?:@(?P<slot>\d{1,18}))?")
 
@@ -348,7 +348,7 @@ class Table:
     def evicted_bytes(self) -> int:
         """Bytes of these values in the file: what a step writes there, and reads again."""
         workload, parked = self.known_workload(), self.parked()
-        return sum(workload.chunk_bytes(parked.get(op.block, ())) for op in _evictions(self))
+        return sum(chunk_bytes(workload, parked.get(op.block, ())) for op in _evictions(self))
 
     @property
     def landing_bytes(self) -> int:
@@ -402,7 +402,7 @@ def park_buffers(table: Table, parked: Parks) -> dict[int, range]:
     for tick in table.ticks:
         op = tick.get(Stream.DISK)
         if op is not None and op.what in ("E", "L") and op.slot is not None:
-            sizes[op.slot] = max(sizes.get(op.slot, 0), workload.chunk_bytes(parked.get(op.block, ())))
+            sizes[op.slot] = max(sizes.get(op.slot, 0), chunk_bytes(workload, parked.get(op.block, ())))
     found, start = dict[int, range](), 0
     for slot in sorted(sizes):
         found[slot] = range(start, start + sizes[slot])

@@ -207,10 +207,6 @@ class Workload:
         """Blocks that have a backward, ascending; the last one is where the step turns around."""
         return tuple(i for i, block in enumerate(self.blocks) if block.has_backward)
 
-    def chunk_bytes(self, values: Iterable[int]) -> int:
-        """Bytes of a buffer of the host, or of a range of a file, that has some values: whole pages."""
-        return aligned(sum(aligned(self.values[value].nbytes) for value in values), PAGE)
-
     def gradient_blocks(self) -> tuple[int, ...]:
         """Blocks whose parameters get gradients, ascending: each has one `G` in a step."""
         return tuple(i for i, b in enumerate(self.blocks) if b.has_backward and b.gradient_bytes > 0)
@@ -339,6 +335,11 @@ class Workload:
                 "  The data must come from Workload.to_dict.\n  Give the result of to_dict, unchanged."
             ) from error
         return found
+
+
+def chunk_bytes(workload: Workload, values: Iterable[int]) -> int:
+    """Bytes of a buffer of the host, or of a range of a file, that has some values: whole pages."""
+    return aligned(sum(aligned(workload.values[value].nbytes) for value in values), PAGE)
 
 
 def _check_counts(owner: str, sizes: Mapping[Any, Any]) -> None:

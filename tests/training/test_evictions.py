@@ -48,12 +48,12 @@ def training(mode: str, *, evicts: bool = True, **compiling: Any) -> SideBySide:
     options: dict[str, Any] = {"device": "cpu", "transfer": "copy", "activations": "offload", **compiling}
     eager, compiled = net(), megatrain.compile(net(), **options)
     streamed = compiled.megatrain.model
-    optimizers = [[fused(model)] for model in (eager, streamed)]
-    step = megatrain.TrainStep(compiled, optimizers[1], loss=loss_of, offload=FOLDER, **MODES[mode])
+    own, others = fused(streamed), [fused(eager)]
+    step = megatrain.TrainStep(compiled, own, loss=loss_of, offload=FOLDER, **MODES[mode])
     if evicts:
         evict(step)
     clip = MODES[mode].get("max_grad_norm")
-    return SideBySide(eager, streamed, compiled, *optimizers, step, loss_of, clip)
+    return SideBySide(eager, streamed, compiled, others, [own], step, loss_of, clip)
 
 
 def evict(step: Any) -> Any:

@@ -16,6 +16,7 @@ from megatrain.scheduler.builder.draft import with_figures
 from megatrain.scheduler.builder.moments import ring
 from megatrain.scheduler.items import Stream
 from megatrain.scheduler.table import Op, Table, Tick, park_bytes
+from megatrain.scheduler.workload import chunk_bytes
 
 
 def with_evictions(table: Table, most_park_bytes: int | None) -> Table:
@@ -41,7 +42,7 @@ def with_evictions(table: Table, most_park_bytes: int | None) -> Table:
     for block in sorted(parked):
         if least <= most_park_bytes:
             break
-        sizes[block] = workload.chunk_bytes(parked[block])
+        sizes[block] = chunk_bytes(workload, parked[block])
         fills = _fills(table, sizes)
         left = {each: values for each, values in parked.items() if each not in sizes}
         nbytes = park_bytes(table, left) + _buffer_bytes(fills, sizes)
