@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,10 @@ import torch
 import megatrain
 from megatrain.errors import ExecuteError, OptionError
 from megatrain.files.scratch_file import PAGE
+from megatrain.runtime.operations import Operations
 from megatrain.runtime.streams.stream_set import Chaos
+from megatrain.scheduler.instructions import Instruction
+from megatrain.scheduler.table import Position
 from tests.comparing import assert_same, snapshot
 from tests.training.parity import MODES, SideBySide, generator_of
 from tests.training.test_failures import tokens
@@ -113,10 +116,37 @@ def test_a_file_has_activations_only_where_the_host_is_short(monkeypatch: pytest
     other.assert_same()
 
 
+WAITS = [("d2h:A", "E", "disk"), ("disk:E", "A", "d2h"), ("disk:L", "A", "h2d"), ("h2d:A", "L", "disk")]
+
+
+@pytest.mark.parametrize(("waiting", "waited", "slow"), WAITS)
+def test_a_slow_stream_changes_no_bit_but_a_dropped_wait_does(waiting: str, waited: str, slow: str) -> None:
+    original = Operations.waits
+
+    def fewer(operations: Operations, instruction: Instruction) -> Sequence[Position]:
+        found = original(operations, instruction)
+        if f"{instruction.op.stream}:{instruction.op.what}" != waiting:
+            return found
+        return [wait for wait in found if operations.schedule.ticks[wait.tick][wait.stream].what != waited]
+
+    def take() -> None:
+        sides = training("overlap")
+        sides.compiled.megatrain.engine.set_chaos(Chaos(slow=slow, max_delay_s=0.004))
+        for number in range(2):
+            sides.take(batches(number), seed=number)
+        sides.assert_same()
+
+    take()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Operations, "waits", fewer)
+        with pytest.raises(AssertionError):
+            take()
+
+
 # -- failures ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["overlap", "deferred"])
+@pytest.mark.parametrize("mode", ["overlap", pytest.param("deferred", marks=pytest.mark.nightly)])
 def test_a_failure_of_an_operation_loses_nothing(mode: str) -> None:
     """Of each of the disk, and of copies of what it moves."""
     sides, number = training(mode), 0
