@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import torch
 
 import megatrain
 from megatrain.errors import ExecuteError, OptionError
+from megatrain.files import scratch_file
 from megatrain.files.scratch_file import PAGE
 from megatrain.runtime.operations import Operations
 from megatrain.runtime.streams.stream_set import Chaos
@@ -216,17 +216,28 @@ def test_a_disk_that_fails_is_named_and_the_step_ends_at_a_boundary(name: str, m
     sides.assert_same()
 
 
-def test_a_disk_without_room_is_refused_before_the_step() -> None:
-    sides, before = training("overlap"), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, before[1]))
-    try:
-        with pytest.raises(
-            OptionError, match=r"no room for it: 40.00 KiB are .*\n  Activations are in a file there in"
-        ):
-            sides.step(batches(0))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def test_a_disk_without_room_is_refused_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides, reserve = training("overlap"), scratch_file._reserve
+    room = 40 << 10
+
+    def reserving(file: int, nbytes: int) -> None:
+        if nbytes > room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(file, nbytes)
+
+    monkeypatch.setattr(scratch_file, "_reserve", reserving)
+    says = r"no room for it: {} are needed, .*\n  Activations are in a file there in the middle of a step"
     sides.take(batches(0), seed=0)
+    with pytest.raises(OptionError, match=says.format("60.00 KiB")):
+        sides.step(batches(1, 3))
+    sides.take(batches(1), seed=1)
+    with pytest.raises(OptionError, match=says.format("60.00 KiB")):
+        sides.step(batches(2, 3))
+    room = 0
+    with pytest.raises(OptionError, match=says.format("40.00 KiB")):
+        sides.step(batches(2))
+    room = 1 << 40
+    sides.take(batches(2, 3), seed=2)
     sides.assert_same()
 
 
