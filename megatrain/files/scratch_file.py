@@ -278,3 +278,16 @@ def _pread(file: int, buffers: list[memoryview], offset: int) -> int:
 def _pwrite(file: int, buffers: list[memoryview], offset: int) -> int:
     os.lseek(file, offset, os.SEEK_SET)
     return os.write(file, buffers[0])
+
+
+def large_enough(file: ScratchFile | None, folder: Path, nbytes: int) -> ScratchFile:
+    """A file for activations of so many bytes: one that is there, or another, before which the one there is closed.
+
+    Raises:
+        OptionError: See `ScratchFile`.
+    """
+    if file is not None and file.nbytes >= nbytes:
+        return file
+    if file is not None:
+        file.close()
+    return ScratchFile(folder, nbytes, ACTIVATIONS)

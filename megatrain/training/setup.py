@@ -22,7 +22,7 @@ from megatrain.base.torch_private import (
     send_to_meta_kernels,
 )
 from megatrain.errors import ExecuteError, OptimizerError, OptionError
-from megatrain.files.scratch_file import ACTIVATIONS, ScratchFile
+from megatrain.files.scratch_file import ScratchFile, large_enough
 from megatrain.optim.fast.on_device import why_not
 from megatrain.optim.moments import Moments, moment_layout
 from megatrain.optim.per_parameter import check_steps
@@ -447,12 +447,9 @@ class Setup:
 
     def _begin_files(self, table: Schedule) -> None:
         """Makes the file of a step that has activations in one, and the buffers for optimizer state that is in one."""
-        known = 0 if self.activations is None else self.activations.nbytes
-        if self._folder is not None and (nbytes := table.evicted_bytes) > known:
-            if self.activations is not None:
-                self.activations.close()  # not both at a time
-                self.activations = None
-            self.activations = ScratchFile(self._folder, nbytes, ACTIVATIONS)
+        if self._folder is not None and table.evicted:
+            file, self.activations = self.activations, None  # if there is no room for another, there is none
+            self.activations = large_enough(file, self._folder, table.evicted_bytes)
         if self.moments is not None:
             buffer_of = {op.block: op.slot for op in table.ops if op.what == "R" and op.slot is not None}
             self.moments.begin(self._blocks, buffer_bytes(table), buffer_of)
