@@ -107,7 +107,7 @@ CHUNK = ROWS * WIDTH * 2
 def test_activations_go_on_to_the_file_as_far_as_the_host_is_short(machine: Any):
     asked: dict[str, Any] = {"rows": ROWS, "micro_batches": 3, "hardware": machine, "offload": True}
     asked |= {"activations": "offload", "max_grad_norm": 1.0}
-    enough = planned(**asked, host_memory="1TiB")
+    enough = planned(**asked)
     assert enough.moments is not None
     assert (enough.schedule.evicted, enough.moments.activation_bytes) == ((), 0)
     short = planned(**asked, host_memory=enough.host.total_bytes - 2 * CHUNK)
@@ -133,7 +133,7 @@ def test_activations_go_on_to_the_file_as_far_as_the_host_is_short(machine: Any)
 
 def test_a_step_takes_a_plan_with_activations_in_a_file():
     asked: dict[str, Any] = {"rows": ROWS, "micro_batches": 2, "activations": "offload", "device": "cpu"}
-    full = planned(**asked, offload=True, host_memory="1TiB")
+    full = planned(**asked, offload=True)
     plan = planned(**asked, offload=True, host_memory=full.host.total_bytes - CHUNK)
     saved = megatrain.SavedPlan.from_json(plan.saved().to_json())
     model = net()
