@@ -84,7 +84,7 @@ class StepTables:
         """Whether steps have optimizer state in a file between the host's updates."""
         return self._limits.least_filed_bytes > 0
 
-    def file(self, schedule: Schedule, nbytes: int) -> bool:
+    def file_more(self, schedule: Schedule, nbytes: int) -> bool:
         """Has more optimizer state in the file from now on, because the host lacks so many bytes for a schedule.
 
         Returns:
@@ -97,8 +97,8 @@ class StepTables:
         return True
 
     def take_less(self, schedule: Schedule, nbytes: int) -> bool:
-        """Has later steps take so many bytes less of the host than a schedule: by `file`, `spare` or else `evict`."""
-        return any(way(schedule, nbytes) for way in (self.file, self.spare, self.evict))
+        """Has later steps take so many bytes less of the host than a schedule: by `file_more`, `spare` or else `evict`."""
+        return any(way(schedule, nbytes) for way in (self.file_more, self.spare, self.evict))
 
     def evict(self, schedule: Schedule, nbytes: int) -> bool:
         """Has a file take more parked values from now on, because the host lacks so many bytes for a schedule.

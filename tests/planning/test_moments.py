@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import megatrain
-from megatrain.errors import OptimizerError, OptionError, ScheduleError
+from megatrain.base.sizes import format_bytes
+from megatrain.errors import ExecuteError, OptimizerError, OptionError, ScheduleError
 from megatrain.optim.moments import moment_layout
 from megatrain.planning.host_plan import RING
 
@@ -131,6 +132,19 @@ def test_only_state_that_the_host_has_no_room_for_is_in_the_file():
         assert 0 < plan.moments.moved - plan.host.bytes_of(RING) - in_memory <= DEPTH * 2 * 4096  # padding of pages
         assert room - plan.host.total_bytes < 2 * 8 * LAYER  # another block of the same would not fit
     assert not planned(offload=True, host_memory=least.host.total_bytes - 8 * LAYER, hardware=MACHINE).fits
+
+
+def test_a_step_without_room_names_the_file_as_a_way_out_and_what_is_enough():
+    usual, least = planned(), planned(offload=True)
+    room = (usual.host.total_bytes + least.host.total_bytes) // 2
+    enough = format_bytes(planned(offload=True, host_memory=room).host.total_bytes)
+    with pytest.raises(ExecuteError, match=rf"\n    offload=True: .* of the device, {enough} of the host(\n|$)"):
+        planned(host_memory=room).check()
+    with pytest.raises(ExecuteError, match=r"offload= a folder on a fast disk: then .* are enough"):
+        usual.host.check(room)
+    said = next(help for help in usual.host.helps if help.startswith("offload="))
+    assert said == f"offload= a folder on a fast disk: then {format_bytes(least.host.total_bytes)} are enough"
+    assert not any(help.startswith("offload=") for help in planned(precision="fp32").host.helps)  # AdamW isn't fused
 
 
 def test_where_the_host_has_room_for_all_state_the_plan_is_that_without_a_file_and_says_so():

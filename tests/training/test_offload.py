@@ -205,9 +205,10 @@ def test_checkpoints_go_from_files_to_memory_and_back(tmp_path: Path) -> None:
     both.take(2)
     both.assert_same()
     kept = both.found()
-    for name, folder in (("f", None), ("m", FOLDER)):
+    for name, folder, room in (("f", None, None), ("m", FOLDER, None), ("f", FOLDER, "1TiB")):
         compiled, optimizer = small(coded)
-        step = megatrain.TrainStep.load(tmp_path / name, compiled, optimizer, offload=folder, **both.options)
+        more: Any = {"offload": folder, "host_memory": room}
+        step = megatrain.TrainStep.load(tmp_path / name, compiled, optimizer, **more, **both.options)
         for number in (2, 3):
             step([points(number), points(50 + number)])
         step.flush()
