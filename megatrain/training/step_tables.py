@@ -97,7 +97,7 @@ class StepTables:
         return True
 
     def take_less(self, schedule: Schedule, nbytes: int) -> bool:
-        """Has later steps take so many bytes less of the host than a schedule: by `file_more`, `spare` or else `evict`."""
+        """Has later steps take so many bytes less of the host than a schedule, in the first way that there is."""
         return any(way(schedule, nbytes) for way in (self.file_more, self.spare, self.evict))
 
     def evict(self, schedule: Schedule, nbytes: int) -> bool:
