@@ -12,6 +12,9 @@ ALIGNMENT = 64
 """Tensors begin at multiples of this many bytes in host memory: a cache line, and enough for vector loads of any dtype.
 The state of blocks has the alignment of its program, which is the device's."""
 
+PAGE = 4096
+"""What begins in a scratch file, and how long it is, are multiples of so many bytes: direct I/O needs that."""
+
 ALIGNMENTS = Rule(
     "a power of two, from 64 to 4096 bytes",
     "{name}=512",

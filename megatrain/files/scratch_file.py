@@ -18,13 +18,33 @@ from typing import NamedTuple
 
 import torch
 
-from megatrain.base.sizes import format_bytes
+from megatrain.base.sizes import PAGE, format_bytes
 from megatrain.errors import ExecuteError, OptionError
 
-PAGE = 4096
-"""What begins in such a file, and how long it is, are multiples of so many bytes: direct I/O needs that."""
 _PIECE, _THREADS = 8 << 20, 8
 _IN_MEMORY = ("tmpfs", "ramfs")
+
+
+class Content(NamedTuple):
+    """What is in a file, and what helps if the disk fails, for errors.
+
+    Attributes:
+        name: As in "optimizer state".
+        is_when: The rest of a sentence, whose place is to be filled in.
+        way_out: A sentence.
+    """
+
+    name: str
+    is_when: str
+    way_out: str
+
+    def has(self, where: str) -> str:
+        """Says that this is somewhere, and when."""
+        return f"{self.name.capitalize()} {self.is_when.format(where)}."
+
+
+STATE = Content("optimizer state", "is {} between updates", "Load the latest checkpoint, with another folder.")
+ACTIVATIONS = Content("activations", "are {} in the middle of a step", "Give another folder.")
 
 
 class FileRange(NamedTuple):
@@ -48,6 +68,7 @@ class ScratchFile:
     Args:
         folder: An existing folder on a disk.
         nbytes: A multiple of `PAGE`.
+        content: What it has, for errors.
 
     Attributes:
         is_direct: Reads and writes go past the cache.
@@ -56,16 +77,16 @@ class ScratchFile:
         OptionError: If the folder isn't one, is in memory, can't be written to, or its disk lacks the room.
     """
 
-    def __init__(self, folder: Path, nbytes: int) -> None:
+    def __init__(self, folder: Path, nbytes: int, content: Content = STATE) -> None:
         assert nbytes % PAGE == 0
-        self.folder, self.nbytes = folder, nbytes
+        self.folder, self.nbytes, self._content = folder, nbytes, content
         self._process = os.getpid()
         # No executor of the library: its locks aren't for code that Python runs in the middle of others, as `__del__`.
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
         self._num_threads = 0
         self._files: list[int] = []
         self._pages: mmap.mmap | None = None
-        check_disk(folder)
+        check_disk(folder, content)
         try:
             self._make()
             if nbytes:
@@ -79,9 +100,11 @@ class ScratchFile:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 free = f"{format_bytes(nbytes)} are needed, {format_bytes(_free(folder))} are free"
                 what = f"has no room for it: {free} ({os.strerror(error.errno)})"
-                raise _refused(folder, what, "Free some room, or give a folder on a larger disk.") from error
+                raise _refused(folder, content, what, "Free some room, or give a folder on a larger disk.") from error
             what = f"can't be written to: {os.strerror(error.errno or 0)}"
-            raise _refused(folder, what, "Give an existing folder in which this process may make files.") from error
+            raise _refused(
+                folder, content, what, "Give an existing folder in which this process may make files."
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -130,7 +153,7 @@ class ScratchFile:
     ) -> None:
         if os.getpid() != self._process:
             raise ExecuteError(
-                "a forked process can't change optimizer state in a file: the file is that of the first process.\n"
+                f"a forked process can't change {self._content.name} in a file, which is that of the first process.\n"
                 "  Updates were due when it was forked, or it takes steps of its own.\n"
                 "  Call flush() of the step before the fork, or leave offload out."
             )
@@ -154,8 +177,7 @@ class ScratchFile:
         if isinstance(error, OSError):
             raise ExecuteError(
                 f"the disk of `{self.folder}` fails to {what} {format_bytes(sum(each.nbytes for each in ranges))}: "
-                f"{error.strerror or error}.\n  Optimizer state is there between updates.\n"
-                "  Load the latest checkpoint, with another folder."
+                f"{error.strerror or error}.\n  {self._content.has('there')}\n  {self._content.way_out}"
             ) from error
         if error is not None:
             raise error
@@ -189,25 +211,27 @@ def _serve(work: SimpleQueue[_Work | None]) -> None:
         del item, task, ended  # the buffer isn't kept from being freed
 
 
-def check_disk(folder: Path) -> None:
+def check_disk(folder: Path, content: Content = STATE) -> None:
     """Refuses what isn't a folder on a disk.
 
     Raises:
         OptionError: Saying what it is.
     """
-    kind = _file_system(folder)
+    kind = _file_system(folder, content)
     if kind in _IN_MEMORY:
-        raise _refused(folder, f"is in memory ({kind}), not on a disk", "Give a folder on a disk.")
+        raise _refused(folder, content, f"is in memory ({kind}), not on a disk", "Give a folder on a disk.")
 
 
-def _file_system(folder: Path) -> str:
+def _file_system(folder: Path, content: Content) -> str:
     """The kind of a folder's file system, such as `ext4`; empty where the system doesn't tell."""
     try:
         device = folder.stat().st_dev
     except OSError as error:
-        raise _refused(folder, f"isn't there: {os.strerror(error.errno or 0)}", "Make the folder first.") from error
+        raise _refused(
+            folder, content, f"isn't there: {os.strerror(error.errno or 0)}", "Make the folder first."
+        ) from error
     if not folder.is_dir():
-        raise _refused(folder, "is a file", "Give a folder.")
+        raise _refused(folder, content, "is a file", "Give a folder.")
     try:
         mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -217,10 +241,8 @@ def _file_system(folder: Path) -> str:
     return kinds.get(f"{os.major(device)}:{os.minor(device)}", "")
 
 
-def _refused(folder: Path, what: str, way_out: str) -> OptionError:
-    return OptionError(
-        f"the folder `{folder}` {what}.\n  Optimizer state is in a file there between updates.\n  {way_out}"
-    )
+def _refused(folder: Path, content: Content, what: str, way_out: str) -> OptionError:
+    return OptionError(f"the folder `{folder}` {what}.\n  {content.has('in a file there')}\n  {way_out}")
 
 
 def _free(folder: Path) -> int:
@@ -261,3 +283,16 @@ def _pread(file: int, buffers: list[memoryview], offset: int) -> int:
 def _pwrite(file: int, buffers: list[memoryview], offset: int) -> int:
     os.lseek(file, offset, os.SEEK_SET)
     return os.write(file, buffers[0])
+
+
+def large_enough(file: ScratchFile | None, folder: Path, nbytes: int) -> ScratchFile:
+    """A file for activations of so many bytes: one that is there, or another, before which the one there is closed.
+
+    Raises:
+        OptionError: See `ScratchFile`.
+    """
+    if file is not None and file.nbytes >= nbytes:
+        return file
+    if file is not None:
+        file.close()
+    return ScratchFile(folder, nbytes, ACTIVATIONS)

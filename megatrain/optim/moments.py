@@ -14,11 +14,11 @@ from torch import nn
 
 from megatrain.base.counts import counted
 from megatrain.base.host_limits import return_free_memory
-from megatrain.base.sizes import aligned, format_bytes
+from megatrain.base.sizes import PAGE, aligned, format_bytes
 from megatrain.base.torch_private import FakeTensorMode
 from megatrain.device.host_pages import HostPages
 from megatrain.errors import OptimizerError, OptionError
-from megatrain.files.scratch_file import PAGE, FileRange, ScratchFile
+from megatrain.files.scratch_file import FileRange, ScratchFile
 from megatrain.optim.fast import fast_path
 from megatrain.optim.fast.adamw import InOnePass
 from megatrain.optim.fast.adamw_8bit import AdamW8bit

@@ -1,4 +1,4 @@
-"""FileReads and MomentTraffic: what a step moves from and to the disk, of weights or optimizer state in files."""
+"""FileReads and MomentTraffic: what a step moves from and to the disk, of weights, optimizer state and activations."""
 
 from __future__ import annotations
 
@@ -75,29 +75,33 @@ class FileReads:
 
 @dataclass(frozen=True, slots=True)
 class MomentTraffic:
-    """The optimizer state that a step reads from its file, and writes back.
+    """The optimizer state that a step reads from its file, and writes back; and activations that it writes, and reads.
 
     Args:
-        file_bytes: Of the file.
-        moved: Bytes that a step reads, and as many that it writes.
+        file_bytes: Of the file of optimizer state.
+        moved: Bytes that a step reads, and as many that it writes, activations included.
+        activation_bytes: The part of these that are activations.
     """
 
     file_bytes: int
     moved: int
+    activation_bytes: int = 0
 
     @staticmethod
     def of(table: Schedule, file_bytes: int) -> MomentTraffic:
         """Counts what a step moves."""
-        blocks = table.known_workload().blocks
+        blocks, activations = table.known_workload().blocks, table.evicted_bytes
         moved = sum(blocks[op.block].moment_bytes for op in table.ops if op.stream == Stream.DISK and op.what == "K")
-        return MomentTraffic(file_bytes, moved)
+        return MomentTraffic(file_bytes, moved + activations, activations)
 
     def text(self, machine: Hardware | None) -> str:
         """Says in a line what is moved, for how long, and how much 1,000 steps write."""
         if not self.moved:
             return "disk: nothing needs the file: all of the optimizer's state stays in memory, and no step reads it"
         written = 1000 * self.moved
-        text = f"disk: {format_bytes(self.file_bytes)}; a step reads and writes {format_bytes(self.moved)}"
+        text = f"disk: {format_bytes(self.file_bytes)}"
+        text += f", and {format_bytes(self.activation_bytes)} of activations" if self.activation_bytes else ""
+        text += f"; a step reads and writes {format_bytes(self.moved)}"
         wear = f"1,000 steps write {written / 1e12:.3g} TB"
         if machine is None:
             return f"{text}; {wear}"

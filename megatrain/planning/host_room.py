@@ -29,12 +29,16 @@ PlannedOnHost = tuple[StepChoices, HostPlan]
 
 
 def with_host_room(
-    tried: Callable[..., PlannedOnHost], limits: StepLimits, updates: Sequence[str]
+    tried: Callable[..., PlannedOnHost],
+    with_host: Callable[[StepChoices], PlannedOnHost],
+    limits: StepLimits,
+    updates: Sequence[str],
 ) -> tuple[StepChoices, HostPlan]:
     """The fastest plan, or one that takes less memory of the host if it doesn't fit there.
 
     Args:
         tried: Plans with one of `updates`, and other limits by name.
+        with_host: Says what a plan takes of the host.
         limits: Those of the step.
         updates: When they may run, the fastest way first.
     """
@@ -44,8 +48,8 @@ def with_host_room(
 
     fastest, *others = updates
     if limits.filed and not limits.least_filed_bytes:
-        return _with_file(tried, limits, updates, missing)
-    made, host = tried(fastest)
+        return _with_file(tried, with_host, limits, updates, missing)
+    first = made, host = tried(fastest)
     if made.too_small is not None or not missing(host):
         return made, host
     if made.schedule.results:
@@ -63,11 +67,15 @@ def with_host_room(
             less = tried(each, hardware=None)
             made, host = less if less[1].total_bytes < host.total_bytes else (made, host)
     tries.append((made, host))
+    if limits.filed:
+        less_parked = ((with_host(m.with_less_parked(missing(h)))) for m, h in [first, tries[-1]] if missing(h))
+        tries += less_parked
     return _best(tries, limits.hardware, missing)
 
 
 def _with_file(
     tried: Callable[..., PlannedOnHost],
+    with_host: Callable[[StepChoices], PlannedOnHost],
     limits: StepLimits,
     updates: Sequence[str],
     missing: Callable[[HostPlan], int],
@@ -89,6 +97,7 @@ def _with_file(
         for each in others:
             if all(missing(one[1]) for one in tries):
                 tries.append(in_file(each, hardware=None))
+        tries += [with_host(each[0].with_less_parked(missing(each[1]))) for each in tries if missing(each[1])]
     return _best(tries, limits.hardware, missing)
 
 

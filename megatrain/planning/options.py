@@ -82,6 +82,7 @@ class Limits:
         weights: Files and folders with the model's state, or None.
         opaque: What happens if the model is one opaque block: `"warn"`, `"refuse"` or `"allow"`.
         lengths: Calls have a multiple of so many tokens in a row; None leaves them as they are.
+        most_park_bytes: Bytes of the host that parked values may take; others go on to a file. None is any number.
         filed: Bytes of optimizer state that may be in a file between the host's updates, by the key of the parameter.
         least_filed_bytes: Bytes of the host that state in a file must spare, the buffers for it deducted.
     """
@@ -103,6 +104,7 @@ class Limits:
     weights: tuple[Path, ...] | None = None
     opaque: str = "warn"
     lengths: int | None = None
+    most_park_bytes: int | None = None
     filed: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
     least_filed_bytes: int = 0
 

@@ -25,6 +25,7 @@ from megatrain.planning.step_programs import StepPrograms
 from megatrain.runtime.exchange import Exchange
 from megatrain.scheduler.builder.bound import step_bound
 from megatrain.scheduler.builder.build import SMALLER_BLOCKS, build
+from megatrain.scheduler.builder.evictions import with_evictions
 from megatrain.scheduler.builder.moments import with_state_in_file
 from megatrain.scheduler.explain import workload_lines
 from megatrain.scheduler.from_program import filed_state, step_workload, updated_bytes
@@ -84,6 +85,15 @@ class StepChoices:
         """Returns the programs of these captures, in their order."""
         known = dict(zip(map(id, self.captures), self.programs, strict=True))
         return [known[id(capture)] for capture in captures]
+
+    def with_less_parked(self, nbytes: int) -> StepChoices:
+        """The same, with so many bytes less of the host that activations take, if a file has as many more of them."""
+        table = with_evictions(self.schedule, max(0, self.schedule.park_bytes - nbytes))
+        if table is self.schedule:
+            return self
+        schedule = schedule_of(table)
+        schedule.check()
+        return replace(self, schedule=schedule)
 
     @property
     def input_bytes(self) -> int:
@@ -164,6 +174,7 @@ class StepPlans:
             limits.kernels,
             limits.updates_there,
             limits.least_spared_bytes,
+            limits.most_park_bytes,
             tuple(limits.filed.items()),
             limits.least_filed_bytes,
         )
@@ -171,11 +182,11 @@ class StepPlans:
     def _planned(
         self, captures: Sequence[StepPrograms], kind: StepKind, limits: Limits, loss_bytes: int, *, or_least: bool
     ) -> StepChoices:
-        if limits.least_filed_bytes > 0:
+        if limits.least_filed_bytes > 0 or limits.most_park_bytes is not None:
             # The disk's ops come last, and change no others: so the search is that of a step without a file.
-            others = replace(limits, filed={}, least_filed_bytes=0, updates_there=False)
+            others = replace(limits, filed={}, least_filed_bytes=0, most_park_bytes=None, updates_there=False)
             found = self.plan(captures, kind, others, lambda: loss_bytes, or_least=or_least)
-            return replace(found, schedule=_with_state_in_file(found, limits))
+            return replace(found, schedule=_with_files(found, limits))
         if limits.hardware is not None:
             limits = replace(limits, hardware=of_weights(limits.hardware, captures[0].at(0).weights_bytes))
         if limits.kernels != "auto":
@@ -269,12 +280,13 @@ def scheduled(
         )
 
 
-def _with_state_in_file(found: StepChoices, limits: Limits) -> Schedule:
-    """The schedule of a plan with as much optimizer state in a file as limits ask for."""
+def _with_files(found: StepChoices, limits: Limits) -> Schedule:
+    """The schedule of a plan with as much optimizer state, and as many activations, in files as limits ask for."""
     program = found.programs[0]
     machine = of_weights(limits.hardware or usual_machine(limits.device), program.weights_bytes)
     nbytes = updated_bytes(program, limits.filed)
-    table = schedule_of(with_state_in_file(found.schedule, nbytes, limits.least_filed_bytes, machine))
+    state = with_state_in_file(found.schedule, nbytes, limits.least_filed_bytes, machine)
+    table = schedule_of(with_evictions(state, limits.most_park_bytes))
     table.check()
     return table
 

@@ -81,11 +81,14 @@ def device_lines(table: Schedule, hardware: Hardware | None) -> list[str]:
     if table.kind.transfer == "copy":
         kept += f", weights of {len(table.resident())}"
         kept += f" (frozen ones of {len(table.persistent)} across steps)" if table.persistent else ""
-    num_parked = table.kind.micro_batches * sum(map(len, table.parked().values()))
+    number, parked = table.kind.micro_batches, table.parked()
+    num_parked = number * sum(map(len, parked.values()))
+    num_evicted = number * sum(len(parked[block]) for block in table.evicted)
+    in_file = f", {num_evicted} of them in a file" if num_evicted else ""
     return [
         *in_columns(rows),
         f"slots: {', '.join(_counted(slot.nbytes for slot in table.slots))}",
-        f"keeps: {kept}; parks {counted(num_parked, 'activation')}",
+        f"keeps: {kept}; parks {counted(num_parked, 'activation')}{in_file}",
         *results_lines(table, hardware),
         *(f"updates: {line}" for line in [updates_there(table)] if line),
         f"moves: {format_bytes(table.h2d_bytes)} to the device, {format_bytes(table.d2h_bytes)} to the host",
@@ -354,6 +357,8 @@ def _parks(plan: PlannedStep) -> Iterator[str]:
         yield "No activation is parked on the host."
         return
     text = f"The host parks {counted(count, 'activation')} ({format_bytes(table.park_bytes)})"
+    if table.evicted:
+        text += f", and a file has {format_bytes(table.evicted_bytes)} of them between forward and backward"
     if plan.simulation is not None and plan.hardware is not None:
         busy = max(share for stream, share in plan.simulation.busy.items() if stream in ("h2d", "d2h"))
         text += f": the link is busy for {busy:.0%} of the step"
@@ -426,7 +431,8 @@ def _cheaper(plan: PlannedStep) -> Iterator[str]:
             return
         other = plan.asked.again({"host_memory": bound})
         there, spared = other.step_s, total - other.host.total_bytes
-        if other.fits and there is not None and there <= (1 + _SLOWER) * here and spared >= _CHEAPER * total:
+        is_alike = other.fits and other.schedule.evicted_bytes <= plan.schedule.evicted_bytes  # no drive wears for that
+        if is_alike and there is not None and there <= (1 + _SLOWER) * here and spared >= _CHEAPER * total:
             more = f"{there / here - 1:.1%}"
             longer = f"{more} more" if there > here and more != "0.0%" else "no more"
             yield (

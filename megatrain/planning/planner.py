@@ -154,15 +154,18 @@ class Planner:
     ) -> tuple[StepChoices, HostPlan]:
         """The fastest plan, or one that takes less memory of the host if it doesn't fit there."""
 
-        def tried(updates: str, **changes: Any) -> tuple[StepChoices, HostPlan]:
-            kind = _step_kind(found.programs.at(0), limits, updates)
-            captures = [found.programs] * kind.micro_batches
-            made = self._plans.plan(captures, kind, replace(limits, **changes), lambda: found.loss_bytes, or_least=True)
+        def with_host(made: StepChoices) -> tuple[StepChoices, HostPlan]:
             parts = made.programs[0], made.schedule, found.model, limits.optimizer
             options: Any = {"precision": limits.precision, "masters": limits.masters, "in_files": in_files}
             return made, host_plan(*parts, **options, moments=limits.layout)
 
-        return with_host_room(tried, limits, updates)
+        def tried(updates: str, **changes: Any) -> tuple[StepChoices, HostPlan]:
+            kind = _step_kind(found.programs.at(0), limits, updates)
+            captures = [found.programs] * kind.micro_batches
+            made = self._plans.plan(captures, kind, replace(limits, **changes), lambda: found.loss_bytes, or_least=True)
+            return with_host(made)
+
+        return with_host_room(tried, with_host, limits, updates)
 
     def _captured(self, limits: StepLimits, sizes: Mapping[str, int]) -> _Capture:
         given = tuple(map(id, (limits.loss, *limits.passes)))
@@ -379,8 +382,8 @@ def plan(  # noqa: PLR0913  # as for `compile`
         loss: As for `TrainStep`; it gets the example as its batch.
         hardware: A machine, the name of one in the table (`Hardware.presets()`), or `"measured"` for this machine with
             `device`. The plan is the fastest found for it that fits `device_memory`, and says its time.
-        offload: The optimizer's state is in a file between updates, as with a folder for `TrainStep`. The plan says
-            what a step reads and writes, and how much that wears the drive.
+        offload: As with a folder for `TrainStep`, a file has the optimizer's state between updates, and activations as
+            far as the host is short. The plan says what a step reads and writes, and how much that wears the drive.
         example_args: Another way to give `args`.
         example_kwargs: Example keyword arguments.
 

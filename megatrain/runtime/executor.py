@@ -14,6 +14,7 @@ from megatrain.device import is_on_host
 from megatrain.device.bus import GrowingArena
 from megatrain.device.device_budget import Attempts, MemoryFigures
 from megatrain.errors import ExecuteError, ScheduleError
+from megatrain.files.scratch_file import ScratchFile
 from megatrain.passes.program import Program
 from megatrain.runtime.accumulation import Take
 from megatrain.runtime.call import DONE, FAILED, OPEN, Call
@@ -126,12 +127,14 @@ class Executor:
         inputs: Sequence[Sequence[torch.Tensor]],
         *,
         watch: Watch | None = None,
+        file: ScratchFile | None = None,
     ) -> Run:
         """Takes the inputs of a training step.
 
         Args:
             inputs: Per micro-batch: the model's tensor inputs, in order, each where `program.values` has it.
             watch: Takes the time of each operation.
+            file: Has parked values, if the schedule moves some on to a file.
 
         Raises:
             ScheduleError: If the schedule is of a call.
@@ -144,7 +147,7 @@ class Executor:
             _check_number("inputs", tensors, loaded.program.inputs)
         self.engine.refresh()
         starts = [self._operations.start(tensors, number) for number, tensors in enumerate(inputs)]
-        return self._operations.begin(starts, can_repeat=True, watch=watch)
+        return self._operations.begin(starts, can_repeat=True, watch=watch, file=file)
 
     # -- calls ---------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch
 
 from megatrain.device import Device
 from megatrain.device.bus import GrowingArena
+from megatrain.files.scratch_file import ScratchFile
 from megatrain.passes.program import Block
 from megatrain.runtime.accumulation import added, marked
 from megatrain.runtime.block import LocalGraph
@@ -81,16 +82,24 @@ class Operations:
         places = {} if self.schedule.kind.is_training_step else self.slots.places  # `turn` notes those of a step
         return Start.of(self.loaded[number].program, inputs, self.engine.tensors, places, self.engine.device)
 
-    def begin(self, starts: Sequence[Start], *, can_repeat: bool = False, watch: Watch | None = None) -> Run:
+    def begin(
+        self,
+        starts: Sequence[Start],
+        *,
+        can_repeat: bool = False,
+        watch: Watch | None = None,
+        file: ScratchFile | None = None,
+    ) -> Run:
         """Makes the calls of a run.
 
         Args:
             starts: The starting state of each micro-batch; a call has one.
             can_repeat: A backward may be attempted again.
             watch: Takes the time of each operation.
+            file: Has parked values, if the schedule moves some on to a file.
         """
-        engine = self.engine
-        buffers = engine.offload.take(self.instructions.park_bytes, len(starts))
+        engine, made = self.engine, self.instructions
+        buffers = engine.offload.take(made.park_bytes, len(starts), made.buffer_bytes, file)
         draws, are_random = [each.draws for each in self.loaded], [start.rng is not None for start in starts]
         generators = MicroBatchGenerators.of(draws, are_random, engine.device)
         given = zip(self.loaded, starts, buffers, generators, strict=True)
@@ -159,20 +168,13 @@ class Operations:
         self.slots.prefetch(instruction.op.block, instruction.state, persists=instruction.persists)
 
     def park(self, run: Run, instruction: Instruction) -> None:
-        """A to the host."""
-        call = run.calls[instruction.micro_batch]
+        """A: to the host, or back to the device."""
+        call, is_back = run.calls[instruction.micro_batch], instruction.op.stream == Stream.H2D
+        move, tensors = (call.offload.get, call.returned) if is_back else (call.offload.put, call.values)
         for value, place in instruction.parked:
             name = call.loaded.names[value]
             if name is not None and not call.lacks(name):
-                call.offload.put(name, call.values[name], place.offset)
-
-    def unpark(self, run: Run, instruction: Instruction) -> None:
-        """A to the device."""
-        call = run.calls[instruction.micro_batch]
-        for value, _ in instruction.parked:
-            name = call.loaded.names[value]
-            if name is not None and not call.lacks(name):
-                call.offload.get(name, call.returned[name])
+                move(name, tensors[name], place, instruction.buffer)
 
     def forward(self, run: Run, instruction: Instruction) -> None:
         """F: with its graph retained, or without."""
@@ -278,10 +280,6 @@ class Operations:
         """S of the host."""
         run.step_trainer.squares(run.calls[0].loaded.facts.completes[instruction.op.block])
 
-    def update(self, run: Run, instruction: Instruction) -> None:
-        """U of the host."""
-        run.step_trainer.update(instruction.op.block)
-
     def update_there(self, run: Run, instruction: Instruction) -> None:
         """U of the device."""
         found = [gradient for gradient, _ in run.calls[0].parameter_gradients[instruction.op.block]]
@@ -345,15 +343,14 @@ class Run:
         self._go(operations.instructions.backward)
 
     def complete(self, trainer: StepTrainer) -> None:
-        """Runs the rest of a training step after a failure, but not the host's and the disk's: the trainer does that.
+        """Runs the rest of a training step after a failure, but what the trainer does: updates, and their moments.
 
         Raises:
             ExecuteError: See `forward`.
         """
         half = self._operations.instructions.backward
-        steps = enumerate(self._operations.lowered(half).steps)
-        others = Stream.HOST, Stream.DISK
-        self._done.update(number for number, step in steps if step.instruction.op.stream in others)
+        ops = enumerate(step.instruction.op for step in self._operations.lowered(half).steps)
+        self._done.update(number for number, op in ops if op.stream == Stream.HOST or op.what in ("R", "K"))
         self._operations.gradients.stop_reuse()
         self._trainer = trainer
         self._go(half, is_recovery=True)
@@ -484,7 +481,7 @@ Handler = Callable[[Operations, Run, Instruction], None]
 
 HANDLERS: dict[tuple[str, str], Handler] = {
     (Stream.H2D, "W"): Operations.prefetch,
-    (Stream.H2D, "A"): Operations.unpark,
+    (Stream.H2D, "A"): Operations.park,
     (Stream.COMPUTE, "F"): Operations.forward,
     (Stream.COMPUTE, "B"): Operations.backward,
     (Stream.COMPUTE, "U"): Operations.update_there,
@@ -493,7 +490,9 @@ HANDLERS: dict[tuple[str, str], Handler] = {
     (Stream.D2H, "S"): Operations.offload,
     (Stream.HOST, "S"): Operations.squares,
     (Stream.HOST, "N"): lambda _, run, __: run.step_trainer.norm(),
-    (Stream.HOST, "U"): Operations.update,
+    (Stream.HOST, "U"): lambda _, run, instruction: run.step_trainer.update(instruction.op.block),
+    (Stream.DISK, "E"): lambda _, run, instruction: run.calls[instruction.micro_batch].offload.evict(instruction),
+    (Stream.DISK, "L"): lambda _, run, instruction: run.calls[instruction.micro_batch].offload.reload(instruction),
     (Stream.DISK, "R"): lambda _, run, instruction: run.step_trainer.read_moments(instruction.op.block),
     (Stream.DISK, "K"): lambda _, run, instruction: run.step_trainer.write_moments(instruction.op.block),
 }

@@ -171,6 +171,9 @@ class _Contents:
 def _item_edges(books: Books) -> Iterator[_Edge]:
     """Walks the table: an op reads what earlier ticks made, and overwrites what earlier ticks have read."""
     contents, tick = _Contents(), 0
+    leaving = {
+        (op.block, op.micro_batch): op.slot for op in books.table.ops if op.stream == Stream.DISK and op.what == "E"
+    }
     for (position, effect), op in zip(books.ops, books.table.ops, strict=True):
         if position.tick > tick:
             contents.end_tick()
@@ -179,14 +182,20 @@ def _item_edges(books: Books) -> Iterator[_Edge]:
             for maker in contents.read(item, position):
                 yield maker, position, ITEMS[item.kind].edge
         for item in effect.makes:
-            for reader in contents.make(item, position, _range(books, op, item)):
+            for reader in contents.make(item, position, _range(books, op, item, leaving)):
                 yield reader, position, "resource"
         for item in effect.adds:
             contents.add(item, position)
 
 
-def _range(books: Books, op: Op, item: Item) -> _Range:
-    """Where an op puts an item: weights into the bytes of a slot; anything else has a place of its own."""
+def _range(books: Books, op: Op, item: Item, leaving: Mapping[tuple[int, int | None], int | None]) -> _Range:
+    """Where an op puts an item: weights into the bytes of a slot; anything else has a place of its own.
+
+    Values that go on to a file are in a buffer, also where an `A` brings them: that of their `E`, as `leaving` says.
+    """
+    if item.kind == "parked":
+        slot = leaving.get((op.block, op.micro_batch)) if op.stream == Stream.D2H else op.slot
+        return item if slot is None else Item("buffer", slot), 0, 1
     if item.kind != "weights" or op.slot is None or op.slot >= len(books.table.slots):
         return item, 0, 1
     start = books.table.slots[op.slot].offset

@@ -12,11 +12,10 @@ from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatrain.base.sizes import aligned
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.items import ITEMS, NO_BLOCK, Effect, Item, OpKind, Stream
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.workload import Workload
+from megatrain.scheduler.workload import Workload, chunk_bytes
 
 Parks = Mapping[int, Sequence[int]]
 """Values that leave the device between forward and backward, by the block of their `A`."""
@@ -69,20 +68,6 @@ def parked_values(
 ) -> dict[int, tuple[int, ...]]:
     """As `Parking.values`, for one choice."""
     return Parking(workload, kind).values(keep=keep, saves=saves, results=results)
-
-
-def park_bytes(workload: Workload, kind: StepKind, parked: Mapping[int, Sequence[int]]) -> int:
-    """Host bytes of all parked values of all micro-batches, each in bytes of its own."""
-    return kind.micro_batches * sum(aligned(workload.values[v].nbytes) for values in parked.values() for v in values)
-
-
-def host_value_bytes(workload: Workload, kind: StepKind) -> int:
-    """Host bytes of all values that lie on the host, of all micro-batches, and of their gradients, all at once."""
-    held = sum(workload.storages[storage] for storage in {value.storage for value in workload.values if value.on_host})
-    if kind.mode != "forward":
-        gradients = (i for i, value in enumerate(workload.values) if value.on_host and workload.has_value_gradient(i))
-        held += sum(workload.values[index].nbytes for index in gradients)
-    return kind.micro_batches * held
 
 
 class ItemFacts(NamedTuple):
@@ -401,6 +386,16 @@ def _return(step: Effects, block: int, micro_batch: int) -> Effect:
     return Effect((Item("parked", block, micro_batch),), values, moves=step.parked_bytes(block))
 
 
+def _evict(step: Effects, block: int, micro_batch: int) -> Effect:
+    moves = chunk_bytes(step.workload, step.parked.get(block, ()))
+    return Effect((Item("parked", block, micro_batch),), (Item("evicted", block, micro_batch),), moves=moves)
+
+
+def _reload(step: Effects, block: int, micro_batch: int) -> Effect:
+    evicted = _evict(step, block, micro_batch)
+    return replace(evicted, reads=evicted.makes, makes=evicted.reads)
+
+
 def _offload(step: Effects, block: int, micro_batch: int) -> Effect:
     makes = (Item("landed", block), Item("left", NO_BLOCK)) if step.kind.holds_gradients else ()
     moves = step.copied(step.workload.blocks[block].gradient_bytes)
@@ -456,6 +451,8 @@ KINDS: dict[tuple[str, str], OpKind] = {
         OpKind(Stream.HOST, "N", _norm, has_block=False),
         OpKind(Stream.HOST, "U", _update),
         OpKind(Stream.DISK, "R", lambda s, b, _: Effect((), (Item("moments", b),), moves=s._filed(b)), has_slot=True),
+        OpKind(Stream.DISK, "E", _evict, per_micro_batch=True, has_slot=True),
+        OpKind(Stream.DISK, "L", _reload, per_micro_batch=True, has_slot=True),
         OpKind(Stream.DISK, "K", lambda s, b, _: Effect((Item("moments", b),), moves=s._filed(b))),
     )
 }

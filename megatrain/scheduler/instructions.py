@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 
 from megatrain.base.sizes import aligned
 from megatrain.scheduler.dependency import books_graph, waited_edges, weight_bindings
+from megatrain.scheduler.effects import Parks
 from megatrain.scheduler.items import Item, Stream
 from megatrain.scheduler.lifetimes import Books, Uses
-from megatrain.scheduler.table import Op, Position, Table
+from megatrain.scheduler.table import Op, Position, Table, park_buffers
+from megatrain.scheduler.workload import chunk_bytes
 
 
 class Bytes(NamedTuple):
-    """A range of bytes in one of the arenas: that of the slots, of parked values, or of gradients that land."""
+    """A range of bytes in an arena (of slots, parked values, their buffers, or gradients that land), or in a file."""
 
     offset: int
     nbytes: int
@@ -26,7 +28,7 @@ class Bytes(NamedTuple):
 
 
 class Parked(NamedTuple):
-    """A value that an `A` moves, and its bytes in the host memory for parked values of its micro-batch."""
+    """A value that an `A` moves, and its bytes in its micro-batch's host memory for parked values, or in a buffer."""
 
     value: int
     host: Bytes
@@ -46,6 +48,9 @@ class Instruction:
         persists: A `W` whose frozen weights, or whose whole state, may be there from an earlier step: then it moves
             only the rest.
         parked: The values that an `A` moves.
+        buffer: Bytes of all buffers through which an `A`, `E` or `L` moves values that a file has in between; None for
+            values that stay in memory.
+        file: Bytes of the file that an `E` fills, and an `L` reads.
         landing: Host bytes where a `G` puts gradients; None where they stay where they are made.
         retains: An F that retains its graph.
         recomputes: An F that its B will repeat.
@@ -63,6 +68,8 @@ class Instruction:
     state: Bytes | None = None
     persists: bool = False
     parked: tuple[Parked, ...] = ()
+    buffer: Bytes | None = None
+    file: Bytes | None = None
     landing: Bytes | None = None
     retains: bool = False
     recomputes: bool = False
@@ -102,6 +109,7 @@ class Instructions:
         backward: The rest.
         slot_bytes: Device bytes of the slots.
         park_bytes: Host bytes for the parked values of one micro-batch.
+        buffer_bytes: Host bytes of the buffers for values that a file has in between, of all micro-batches.
         landing_bytes: Host bytes where gradients land.
     """
 
@@ -109,6 +117,7 @@ class Instructions:
     backward: Half
     slot_bytes: int
     park_bytes: int
+    buffer_bytes: int
     landing_bytes: int
 
     def __str__(self) -> str:
@@ -134,6 +143,7 @@ def _text(instructions: Instructions) -> str:
     lines = [
         f"instructions: {len(halves[0].instructions)} until the outputs, {len(halves[1].instructions)} after; "
         f"slots {instructions.slot_bytes} B, parks {instructions.park_bytes} B, landing {instructions.landing_bytes} B"
+        + (f", buffers {instructions.buffer_bytes} B" if instructions.buffer_bytes else "")
     ]
     cells = [[str(i.position.tick), str(i.position.stream), str(i.op)] for i in instructions.all]
     widths = [max((len(row[column]) for row in cells), default=0) for column in range(3)]
@@ -175,6 +185,8 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "state": ("state ", str),
     "persists": ("persists", _nothing),
     "parked": ("values ", lambda values: ", ".join(f"{p.value} at {p.host}" for p in values)),
+    "buffer": ("buffer ", str),
+    "file": ("file ", str),
     "landing": ("lands at ", str),
     "retains": ("retains its graph", _nothing),
     "recomputes": ("will be recomputed", _nothing),
@@ -210,6 +222,7 @@ def emit(table: Table) -> Instructions:
         backward=Half(tuple(later), tuple(frees.backward_ends), takes.get(BACKWARD, ())),
         slot_bytes=table.arena_bytes,
         park_bytes=maker.park_bytes,
+        buffer_bytes=maker.buffer_bytes,
         landing_bytes=table.landing_bytes,
     )
 
@@ -241,7 +254,9 @@ class _Maker:
         self._waits = waited_edges(books_graph(books))
         self._ops = dict(table.positions())
         self._bindings = weight_bindings(table)
-        self._parked, self.park_bytes = _park_places(table)
+        parked = table.parked()
+        self._parked, self.park_bytes = _park_places(table, parked)
+        self._through, self._in_file, self.buffer_bytes = _evictions(table, parked)
         self._places = {place.block: Bytes(place.offset, place.nbytes) for place in table.places}
         self._staying = {*table.persistent, *table.device_updates}
         self._leaves = self._last_readers()
@@ -258,6 +273,10 @@ class _Maker:
             state=None if load is None else self._state(load),
             persists=op.what == "W" and op.block in self._staying,
             parked=self._parked.get(op.block, ()) if op.what == "A" else (),
+            buffer=self._through.get(op),
+            file=self._in_file.get((op.block, op.micro_batch))
+            if op.stream == Stream.DISK and op.what in "EL"
+            else None,
             landing=self._landing(op) if op.what == "G" else None,
             retains=op.what == "F" and op.block in self._table.saves,
             recomputes=op.what == "F" and op.block in self._recomputed,
@@ -293,18 +312,43 @@ class _Maker:
         return found
 
 
-def _park_places(table: Table) -> tuple[dict[int, tuple[Parked, ...]], int]:
-    """Gives each parked value bytes of its own, in the order of the blocks that need them back and of the values."""
-    values, offset = table.known_workload().values, 0
+def _park_places(table: Table, parked: Parks) -> tuple[dict[int, tuple[Parked, ...]], int]:
+    """Gives each parked value bytes of its own, in the order of the blocks that need them back and of the values.
+
+    Those that go on to a file have theirs in the buffer, and take none besides.
+    """
+    values, offset, evicted = table.known_workload().values, 0, frozenset(table.evicted)
     found: dict[int, tuple[Parked, ...]] = {}
-    for block, parked in table.parked().items():
-        places: list[Parked] = []
-        for value in parked:
+    for block, members in parked.items():
+        at, places = 0 if block in evicted else offset, list[Parked]()
+        for value in members:
             nbytes = aligned(values[value].nbytes)
-            places.append(Parked(value, Bytes(offset, nbytes)))
-            offset += nbytes
+            places.append(Parked(value, Bytes(at, nbytes)))
+            at += nbytes
+        offset = offset if block in evicted else at
         found[block] = tuple(places)
     return found, offset
+
+
+_Chunk = tuple[int, int | None]  # a block and a micro-batch
+
+
+def _evictions(table: Table, parked: Parks) -> tuple[dict[Op, Bytes], dict[_Chunk, Bytes], int]:
+    """The buffer of each op that uses one, the place of each chunk in the file, and the bytes of all buffers.
+
+    Chunks are in the file in the order in which they leave.
+    """
+    buffers, workload, end = park_buffers(table, parked), table.known_workload(), 0
+    through, in_file = dict[Op, Bytes](), dict[_Chunk, Bytes]()
+    for op in table.ops if buffers else ():
+        if op.stream == Stream.DISK and op.what in "EL" and op.slot is not None:
+            nbytes = chunk_bytes(workload, parked[op.block])
+            copy = Op(Stream.D2H if op.what == "E" else Stream.H2D, "A", op.block, None, op.micro_batch)
+            through[op] = through[copy] = Bytes(buffers[op.slot].start, nbytes)
+            if op.what == "E":
+                in_file[op.block, op.micro_batch] = Bytes(end, nbytes)
+                end += nbytes
+    return through, in_file, max((each.stop for each in buffers.values()), default=0)
 
 
 @dataclass(slots=True)

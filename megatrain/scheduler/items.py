@@ -119,6 +119,8 @@ ITEMS: dict[str, ItemKind] = {
     # By the index of a block.
     # The values that its `A` moves, in host memory.
     "parked": ItemKind(),
+    # The same values in a file, where an op of the disk has moved them on.
+    "evicted": ItemKind(),
     "saved": ItemKind("device", part="retained graphs"),
     # What a B must know of its F besides: the state of random generators.
     "record": ItemKind(),

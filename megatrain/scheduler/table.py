@@ -7,19 +7,19 @@ from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megatrain.base.sizes import aligned
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.effects import (
     KINDS,
     Effects,
-    host_value_bytes,
+    Parks,
     kind_of,
-    park_bytes,
     parked_values,
     streams,
 )
 from megatrain.scheduler.items import NO_BLOCK, Stream
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.workload import Workload
+from megatrain.scheduler.workload import Workload, chunk_bytes
 
 _TOKEN = re.compile(r"(?P<what>[A-Z])(?P<block>\d{1,18})?(?:\.(?P<micro>\d{1,18}))?(?:@(?P<slot>\d{1,18}))?")
 
@@ -32,7 +32,7 @@ class Op:
         stream: Where it runs.
         what: One letter; see `megatrain.scheduler.effects.KINDS`.
         block: Block it concerns; `NO_BLOCK` for `N`.
-        slot: Slot that it fills, or buffer of the host where it is an op of the disk; None for an op that fills none.
+        slot: Slot that it fills, or buffer of the host that an op of the disk fills or empties; None for other ops.
         micro_batch: Micro-batch, where the step has several.
 
     Raises:
@@ -238,7 +238,8 @@ class Table:
         peak_bytes: Largest of `live_bytes`.
         device_bytes: The most bytes of any moment, with the workspace of the F or B that runs then; what budgets bound.
             Memory for what a transfer brings is taken when the op of compute before it is over, without its workspace.
-        host_bytes: Bytes of all parked values, each in its own bytes, plus those where gradients land: one slab as
+        host_bytes: Bytes of all parked values, each in its own bytes, or of the buffers through which they go on to a
+            file, plus those where gradients land: one slab as
             large as the largest gradients of a block, from which they become the caller's. Of a step with updates
             or a norm all `places`; where weights are used in place, the most bytes of gradients that wait for their
             updates at any tick. Also those of values that lie on the host, all at once. State isn't counted.
@@ -336,7 +337,18 @@ class Table:
     @property
     def park_bytes(self) -> int:
         """The part of `host_bytes` that parked values take."""
-        return park_bytes(self.known_workload(), self.kind, self.parked())
+        return park_bytes(self, self.parked())
+
+    @property
+    def evicted(self) -> tuple[int, ...]:
+        """Blocks whose parked values are in a file between forward and backward, ascending."""
+        return tuple(sorted({op.block for op in _evictions(self)}))
+
+    @property
+    def evicted_bytes(self) -> int:
+        """Bytes of these values in the file: what a step writes there, and reads again."""
+        workload, parked = self.known_workload(), self.parked()
+        return sum(chunk_bytes(workload, parked.get(op.block, ())) for op in _evictions(self))
 
     @property
     def landing_bytes(self) -> int:
@@ -375,3 +387,41 @@ class Table:
                 "  The text of a schedule contains no sizes: use Schedule.parse(text, workload)."
             )
         return self.workload
+
+
+def _evictions(table: Table) -> list[Op]:
+    return [op for tick in table.ticks if (op := tick.get(Stream.DISK)) is not None and op.what == "E"]
+
+
+def park_buffers(table: Table, parked: Parks) -> dict[int, range]:
+    """The buffers of the host through which parked values go to a file, by number: their bytes in one memory.
+
+    Each is as large as the largest values of a block and micro-batch that it ever holds.
+    """
+    workload, sizes = table.known_workload(), dict[int, int]()
+    for tick in table.ticks:
+        op = tick.get(Stream.DISK)
+        if op is not None and op.what in ("E", "L") and op.slot is not None:
+            sizes[op.slot] = max(sizes.get(op.slot, 0), chunk_bytes(workload, parked.get(op.block, ())))
+    found, start = dict[int, range](), 0
+    for slot in sorted(sizes):
+        found[slot] = range(start, start + sizes[slot])
+        start = found[slot].stop
+    return found
+
+
+def park_bytes(table: Table, parked: Parks) -> int:
+    """Host bytes of parked values of all micro-batches: each in bytes of its own, or buffers for those in a file."""
+    workload, evicted = table.known_workload(), frozenset(table.evicted)
+    own = (v for block, values in parked.items() if block not in evicted for v in values)
+    buffers = max((each.stop for each in park_buffers(table, parked).values()), default=0)
+    return table.kind.micro_batches * sum(aligned(workload.values[v].nbytes) for v in own) + buffers
+
+
+def host_value_bytes(workload: Workload, kind: StepKind) -> int:
+    """Host bytes of all values that lie on the host, of all micro-batches, and of their gradients, all at once."""
+    held = sum(workload.storages[storage] for storage in {value.storage for value in workload.values if value.on_host})
+    if kind.mode != "forward":
+        gradients = (i for i, value in enumerate(workload.values) if value.on_host and workload.has_value_gradient(i))
+        held += sum(workload.values[index].nbytes for index in gradients)
+    return kind.micro_batches * held

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from megatrain.base.checks import checked
+from megatrain.base.sizes import PAGE, aligned
 from megatrain.errors import ScheduleError
 from megatrain.hardware.work import MEMORY, Kernels, Works, fault_of_works
 
@@ -334,6 +335,11 @@ class Workload:
                 "  The data must come from Workload.to_dict.\n  Give the result of to_dict, unchanged."
             ) from error
         return found
+
+
+def chunk_bytes(workload: Workload, values: Iterable[int]) -> int:
+    """Bytes of a buffer of the host, or of a range of a file, that has some values: whole pages."""
+    return aligned(sum(aligned(workload.values[value].nbytes) for value in values), PAGE)
 
 
 def _check_counts(owner: str, sizes: Mapping[Any, Any]) -> None:

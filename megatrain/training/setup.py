@@ -22,6 +22,7 @@ from megatrain.base.torch_private import (
     send_to_meta_kernels,
 )
 from megatrain.errors import ExecuteError, OptimizerError, OptionError
+from megatrain.files.scratch_file import ScratchFile, large_enough
 from megatrain.optim.fast.on_device import why_not
 from megatrain.optim.moments import Moments, moment_layout
 from megatrain.optim.per_parameter import check_steps
@@ -39,7 +40,6 @@ from megatrain.runtime.engine import ordinary_tensors
 from megatrain.runtime.exchange import Exchange
 from megatrain.runtime.executor import Executor
 from megatrain.scheduler.builder.moments import buffer_bytes
-from megatrain.scheduler.items import Stream
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
@@ -152,6 +152,7 @@ class Setup:
         updates: Take the gradients of the blocks; None before the first step.
         there: Updates blocks on the device; None before the first step that has some.
         moments: The optimizers' state in a file; None if it stays in memory.
+        activations: The file of parked values that the latest step's schedule moves on to one; None before such a step.
         is_completing: Whether due updates are running.
     """
 
@@ -189,11 +190,11 @@ class Setup:
             is_fixed=plan is not None or not exchange.is_alone,
         )
         self._loss, self._is_own_loss = loss, loss is None or reads == "loss"
-        self.moments = None if offload is None else self._in_file(offload)
+        self.moments, self._folder = None if offload is None else self._in_file(offload), offload
+        self.activations: ScratchFile | None = None
         self._host_memory, self._has_warned = host_memory, False
-        limits = compiled.options
+        limits, least = compiled.options, ALL if host_memory is None and plan is None else 0
         if self.moments is not None:
-            least = ALL if host_memory is None and plan is None else 0
             limits = replace(limits, filed=self.moments.layout.sizes, least_filed_bytes=least)
         self.tables = StepTables(limits, compiled.budget, plan, exchange)
         self._blocks: list[list[torch.Tensor]] = []
@@ -429,7 +430,7 @@ class Setup:
             self.there.keep(executor.places_there)
         if self.is_due and self.updates.due != list(setting.schedule.deferred):
             self.complete()  # what other schedules defer, or a step that failed has left
-        self._begin_moments(setting.schedule)
+        self._begin_files(setting.schedule)
         self.updates.sums_squares = setting.kind.reports_norm
         check_no_gradients(engine.tensors)
         return executor
@@ -441,27 +442,26 @@ class Setup:
             ExecuteError: If none does.
         """
         plan = self.host_plan(setting)
-        if not self.tables.is_planned and self._exchange.is_alone and (missing := self._missing(plan)):
-            ways = self.tables.file_more, self.tables.spare
-            is_other = self._times.look_no_more() or any(way(setting.schedule, missing) for way in ways)
+        missing = max(plan.missing_bytes(limit) for limit in {None, self._host_memory})  # free memory, or what is given
+        if missing and not self.tables.is_planned and self._exchange.is_alone:
+            is_other = self._times.look_no_more() or self.tables.take_less(setting.schedule, missing)
             if is_other or (setting.kind.updates == "spread" and self._times.spread_no_more()):
                 return False
-        has_files = self._compiled.options.weights is not None
-        if has_files and plan.missing_bytes() and self._compiled.engine.leave_in_files():
+        engine, has_files = self._compiled.engine, self._compiled.options.weights is not None
+        if has_files and plan.missing_bytes() and engine.leave_in_files():
             plan = self.host_plan(setting)
         plan.check(self._host_memory if plan.missing_bytes() == 0 else None)
         if self.moments is not None and not self._has_warned:
             self._has_warned = warn_if_needless(plan, self.moments.layout.nbytes, self._host_memory)
         return True
 
-    def _missing(self, plan: HostPlan) -> int:
-        """What the host lacks of its free memory, or of what a step may take."""
-        return max(plan.missing_bytes(limit) for limit in {None, self._host_memory})
-
-    def _begin_moments(self, table: Schedule) -> None:
-        """Makes the buffers of a step whose optimizer state is in a file."""
+    def _begin_files(self, table: Schedule) -> None:
+        """Makes the file of a step that has activations in one, and the buffers for optimizer state that is in one."""
+        if self._folder is not None and table.evicted:
+            file, self.activations = self.activations, None  # if there is no room for another, there is none
+            self.activations = large_enough(file, self._folder, table.evicted_bytes)
         if self.moments is not None:
-            buffer_of = {op.block: op.slot for op in table.ops if op.stream == Stream.DISK and op.slot is not None}
+            buffer_of = {op.block: op.slot for op in table.ops if op.what == "R" and op.slot is not None}
             self.moments.begin(self._blocks, buffer_bytes(table), buffer_of)
 
     def _check_shapes(self, shapes: Mapping[str, torch.Size]) -> None:

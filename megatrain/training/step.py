@@ -69,7 +69,8 @@ class TrainStep:
         on_nonfinite: If a gradient has an infinite or undefined element, `"raise"` an error, or `"skip"` the update.
         plan: A plan, whose choices each step takes exactly; a step of another model, shape or kind is refused.
         offload: A folder on a fast disk: a file there has the optimizer's state (8 bytes a parameter of AdamW, 2.2 of
-            AdamW8bit) between updates, and memory that of two blocks. The bits are the same. It goes with the process.
+            AdamW8bit) between updates, and memory that of two blocks. Another has parked activations within a step, as
+            far as the host's memory is short. The bits are the same. Both go with the process.
             With `host_memory` the state of as many blocks as have room stays in memory.
         host_memory: Memory of the host that a step may take, bytes or `"96GiB"`; None is what is free.
 

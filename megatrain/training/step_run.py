@@ -238,7 +238,10 @@ class StepRun:
             try:
                 # No name keeps the run alive: it must end while Ctrl-C is held back, as a `__del__` loses one.
                 attempt.has_recovered = self._do_operations(
-                    executor.begin(running.inputs(), watch=attempt.watch), running, updates, before
+                    executor.begin(running.inputs(), watch=attempt.watch, file=self._setup.activations),
+                    running,
+                    updates,
+                    before,
                 )
                 self._setup.write_changed()  # what was completed after a failure; else the step's ops have written all
                 self._completion.mark()  # here, where Ctrl-C is held back

@@ -96,6 +96,22 @@ class StepTables:
         self._limits = replace(self._limits, least_filed_bytes=least)
         return True
 
+    def take_less(self, schedule: Schedule, nbytes: int) -> bool:
+        """Has later steps take so many bytes less of the host than a schedule, in the first way that there is."""
+        return any(way(schedule, nbytes) for way in (self.file_more, self.spare, self.evict))
+
+    def evict(self, schedule: Schedule, nbytes: int) -> bool:
+        """Has a file take more parked values from now on, because the host lacks so many bytes for a schedule.
+
+        Returns:
+            False if that was asked for already, or there is no file.
+        """
+        known, most = self._limits.most_park_bytes, max(0, schedule.park_bytes - nbytes)
+        if not self._limits.filed or (known is not None and known <= most):
+            return False
+        self._limits = replace(self._limits, most_park_bytes=most)
+        return True
+
     def kind(self, micro_batches: int, updates: str, *, clip: bool, reports_norm: bool) -> StepKind:
         """Returns the kind of a training step of the compiled model."""
         return StepKind(

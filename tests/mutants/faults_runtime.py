@@ -81,6 +81,21 @@ FAULTS: list[Fault] = [
         seen_by=("tests/runtime/test_locked_memory.py::test_what_passed_through_a_ring_may_be_overwritten_at_once",),
     ),
     Fault(
+        name="after a failure, activations that a file has stay there",
+        path="runtime/operations.py",
+        old='op.stream == Stream.HOST or op.what in ("R", "K"))',
+        new="op.stream in (Stream.HOST, Stream.DISK))",
+        seen_by=("tests/training/test_evictions.py::test_a_failure_of_an_operation_loses_nothing",),
+    ),
+    Fault(
+        name="activations that return come from the buffer through which they left",
+        path="runtime/stores/offload_buffers.py",
+        old="        if (name, start) not in self._places:",
+        new="        start = next((begin for known, begin in self._places if known == name), start)\n"
+        "        if (name, start) not in self._places:",
+        seen_by=("tests/training/test_evictions.py::test_steps_with_activations_in_a_file_have_eagers_bits",),
+    ),
+    Fault(
         name="buffers that cross in groups come back one byte further",
         path="runtime/stores/offload_buffers.py",
         old="                start = end\n",

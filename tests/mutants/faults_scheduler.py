@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.fault import Fault
 
 _CHECK = "tests/scheduler/test_check.py::"
+_EVICTIONS = "tests/scheduler/test_evictions.py::"
 _ORDERS = "tests/simulated_runs/test_orders.py::"
 _THERE = "tests/scheduler/test_device_updates.py::"
 _RECORDED = "test_recorded_kernels_have_the_bits_of_a_loop_in_any_order_of_the_streams"
@@ -32,6 +33,34 @@ FAULTS: list[Fault] = [
         "            if op.slot in held:\n",
         "            if op.slot in held and op.slot > 1:\n",
         ("tests/scheduler/test_moments.py::test_a_buffer_that_is_not_written_yet_is_not_filled",),
+    ),
+    Fault(
+        "parked values are written to a file before they have left the device",
+        "scheduler/effects.py",
+        'Effect((Item("parked", block, micro_batch),), (Item("evicted"',
+        'Effect((), (Item("evicted"',
+        (f"{_EVICTIONS}test_any_part_of_what_is_parked_may_be_in_a_file_whatever_runs_first",),
+    ),
+    Fault(
+        "parked values leave into a buffer whose chunk isn't written yet",
+        "scheduler/dependency.py",
+        'return item if slot is None else Item("buffer", slot), 0, 1',
+        "return item, 0, 1",
+        (f"{_EVICTIONS}test_any_part_of_what_is_parked_may_be_in_a_file_whatever_runs_first",),
+    ),
+    Fault(
+        "the checker lets a buffer be filled whose chunk hasn't left",
+        "scheduler/check/host_rules.py",
+        '            case.require_before(left, filled, "fills a buffer that is emptied by", rule)\n',
+        "            pass\n",
+        (f"{_EVICTIONS}test_a_table_whose_chunks_do_not_pass_one_by_one_is_refused",),
+    ),
+    Fault(
+        "the checker lets a chunk be read from a file before it is written",
+        "scheduler/check/host_rules.py",
+        '            case.require_before(written, read, "reads what is written by", rule)\n',
+        "",
+        (f"{_EVICTIONS}test_a_table_whose_chunks_do_not_pass_one_by_one_is_refused",),
     ),
     Fault(
         "what an optimizer keeps on the device has no bytes of its own",
@@ -93,8 +122,8 @@ FAULTS: list[Fault] = [
     ),
     Fault(
         "parked values count for one micro-batch",
-        "scheduler/effects.py",
-        "return kind.micro_batches * sum(aligned(",
+        "scheduler/table.py",
+        "return table.kind.micro_batches * sum(aligned(",
         "return sum(aligned(",
         ("tests/scheduler/test_build.py::test_keep_retains_all_graphs_and_offload_parks_all_inputs_but_the_last",),
     ),

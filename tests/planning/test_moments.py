@@ -27,11 +27,11 @@ def net() -> torch.nn.Module:
     )
 
 
-def planned(optimizer: Any = "AdamW", **options: Any) -> megatrain.Plan:
+def planned(optimizer: Any = "AdamW", *, rows: int = 2, **options: Any) -> megatrain.Plan:
     with torch.device("meta"):
         model = net()
     given: dict[str, Any] = {"precision": "bf16", "loss": lambda out, _: out.float().square().mean(), **options}
-    return megatrain.plan(model, torch.zeros(2, WIDTH), optimizer=optimizer, **given)
+    return megatrain.plan(model, torch.zeros(rows, WIDTH), optimizer=optimizer, **given)
 
 
 @pytest.mark.parametrize(("optimizer", "nbytes"), [("AdamW", 8 * LAYER), ("AdamW8bit", 2 * LAYER + 6 * LAYER // 32)])
@@ -154,6 +154,54 @@ def test_where_the_host_has_room_for_all_state_the_plan_is_that_without_a_file_a
     assert (plan.schedule, plan.host.rows, plan.why_host) == (usual.schedule, usual.host.rows, usual.why_host)
     assert "disk: nothing needs the file: all of the optimizer's state stays in memory" in str(plan)
     assert "in a file:" not in str(plan)
+
+
+ROWS = 256
+CHUNK = ROWS * WIDTH * 2
+"""Bytes of what a block reads, in bf16."""
+
+
+@pytest.mark.parametrize("machine", [None, MACHINE])
+def test_activations_go_on_to_the_file_as_far_as_the_host_is_short(machine: Any):
+    asked: dict[str, Any] = {"rows": ROWS, "micro_batches": 3, "hardware": machine, "offload": True}
+    asked |= {"activations": "offload", "max_grad_norm": 1.0}
+    enough = planned(**asked)
+    assert enough.moments is not None
+    assert (enough.schedule.evicted, enough.moments.activation_bytes) == ((), 0)
+    short = planned(**asked, host_memory=enough.host.total_bytes - 2 * CHUNK)
+    assert short.fits
+    assert short.moments is not None
+    assert short.schedule.evicted == (1, 2), "two buffers and six chunks less"
+    assert short.host.bytes_of("parks") == short.schedule.park_bytes == enough.schedule.park_bytes - 4 * CHUNK
+    assert short.moments.activation_bytes == short.schedule.evicted_bytes == 6 * CHUNK
+    assert short.moments.moved == enough.moments.moved + 6 * CHUNK
+    assert "disk: 3.02 MiB, and 768.00 KiB of activations; a step reads and writes 3.77 MiB" in str(short)
+    assert "parks 12 activations, 6 of them in a file" in str(short)
+    assert "and a file has 768.00 KiB of them between forward and backward" in short.why()
+    if machine is not None:
+        assert short.simulation is not None
+        assert enough.step_s is not None
+        assert short.simulation.step_s > enough.step_s
+    least = planned(**asked, host_memory="1KiB")
+    assert not least.fits
+    assert least.schedule.park_bytes == 2 * CHUNK
+    without = planned(**{**asked, "offload": False}, host_memory=enough.host.total_bytes - 2 * CHUNK)
+    assert (without.schedule.evicted, without.fits) == ((), False)
+
+
+def test_a_step_takes_a_plan_with_activations_in_a_file():
+    asked: dict[str, Any] = {"rows": ROWS, "micro_batches": 2, "activations": "offload", "device": "cpu"}
+    full = planned(**asked, offload=True)
+    plan = planned(**asked, offload=True, host_memory=full.host.total_bytes - CHUNK)
+    saved = megatrain.SavedPlan.from_json(plan.saved().to_json())
+    model = net()
+    compiled = megatrain.compile(model, device="cpu", precision="bf16", transfer="copy", activations="offload")
+    parts: Any = compiled, torch.optim.AdamW(model.parameters())
+    loss = lambda out, _: out.float().square().mean()  # noqa: E731
+    step = megatrain.TrainStep(*parts, loss=loss, offload=FOLDER, plan=saved)
+    step([torch.zeros(ROWS, WIDTH)] * 2)
+    assert step.schedule == saved.schedule
+    assert step.schedule.evicted
 
 
 def test_plans_refuse_what_steps_refuse():

@@ -56,6 +56,9 @@ class Machine:
     ready: set[Key] = field(default_factory=set)
     needed: dict[Key, Counter[str]] = field(default_factory=dict)
     host: set[tuple[int, int]] = field(default_factory=set)
+    # Parked values in a file, by block and micro-batch; what is in each buffer, and whether all of it is there.
+    file: set[tuple[int, int]] = field(default_factory=set)
+    buffers: dict[int, tuple[int, int, bool]] = field(default_factory=dict)
     given: Counter[tuple[int, int]] = field(default_factory=Counter)
     done: Counter[str] = field(default_factory=Counter)
     workspace: int = 0
@@ -67,6 +70,8 @@ class Machine:
     def __post_init__(self) -> None:
         self.bindings = self.schedule.bindings()
         self.parked = self.schedule.parked()
+        disk = [(op, op.block, op.micro_batch or 0) for op in self.schedule.ops if op.what in ("E", "L")]
+        self.slots = {(op.what, block, number): op.slot for op, block, number in disk}
         self.numbers = range(self.kind.micro_batches)
         self.backwards = set() if self.kind.mode == "forward" else set(self.workload.backward_blocks())
         self.parked_values = {v: k for k, values in self.parked.items() for v in values}
@@ -327,6 +332,10 @@ class Machine:
     def start_A(self, position: Position, op: Op) -> None:
         self.expect(op.block in self.parked, f"{op} moves nothing")
         number = op.micro_batch or 0
+        if position.stream == Stream.D2H:
+            self.fill("E", op, number)
+        elif ("L", op.block, number) in self.slots:
+            self.expect_buffer("L", op, number)
         for index in self.parked.get(op.block, ()):
             if position.stream == Stream.D2H:
                 self.expect_ready("value", index, op, f"parking {op}")
@@ -336,12 +345,58 @@ class Machine:
                     self.take(op)
 
     def finish_A(self, position: Position, op: Op) -> None:
+        number = op.micro_batch or 0
+        if position.stream == Stream.D2H:
+            self.filled("E", op, number)
+        elif ("L", op.block, number) in self.slots:
+            self.empty("L", op, number)
         for index in self.parked[op.block]:
             if position.stream == Stream.D2H:
                 self.expect_ready("value", index, op, f"parked {op}")
-                self.host.add((index, op.micro_batch or 0))
+                self.host.add((index, number))
             else:
-                self.ready.add(("returned", index, op.micro_batch or 0))
+                self.ready.add(("returned", index, number))
+
+    def fill(self, what: str, op: Op, number: int) -> None:
+        """A chunk begins to fill the buffer that its op of the disk names, if there is one."""
+        slot = self.slots.get((what, op.block, number))
+        if slot is not None:
+            self.expect(slot not in self.buffers, f"{op} overwrites {self.buffers.get(slot)} in buffer {slot}")
+            self.buffers[slot] = op.block, number, False
+
+    def filled(self, what: str, op: Op, number: int) -> None:
+        slot = self.slots.get((what, op.block, number))
+        if slot is not None:
+            self.buffers[slot] = op.block, number, True
+
+    def expect_buffer(self, what: str, op: Op, number: int) -> int:
+        slot = self.slots[what, op.block, number]
+        assert slot is not None
+        self.expect(self.buffers.get(slot) == (op.block, number, True), f"{op} doesn't find its chunk")
+        return slot
+
+    def empty(self, what: str, op: Op, number: int) -> None:
+        del self.buffers[self.expect_buffer(what, op, number)]
+
+    def start_E(self, position: Position, op: Op) -> None:
+        self.expect(self.kind.is_training_step and op.block in self.parked, f"{op} moves nothing")
+        self.expect_buffer("E", op, op.micro_batch or 0)
+
+    def finish_E(self, position: Position, op: Op) -> None:
+        number = op.micro_batch or 0
+        self.empty("E", op, number)
+        self.file.add((op.block, number))
+        self.host -= {(index, number) for index in self.parked[op.block]}
+
+    def start_L(self, position: Position, op: Op) -> None:
+        number = op.micro_batch or 0
+        self.expect((op.block, number) in self.file, f"{op} reads what isn't written")
+        self.fill("L", op, number)
+
+    def finish_L(self, position: Position, op: Op) -> None:
+        number = op.micro_batch or 0
+        self.filled("L", op, number)
+        self.host |= {(index, number) for index in self.parked[op.block]}
 
     def start_G(self, position: Position, op: Op) -> None:
         self.expect_ready("parameters", op.block, op)
@@ -377,6 +432,7 @@ class Machine:
             self.workspace = 0
 
     def check_end(self) -> None:
+        self.expect(not self.buffers, "a buffer still has a chunk")
         forwards = () if self.kind.mode == "backward" else range(len(self.workload.blocks))
         expected = {f"F{b}.{m}" for b in forwards for m in self.numbers}
         expected |= {f"B{b}.{m}" for b in self.backwards for m in self.numbers}

@@ -42,13 +42,13 @@ def mutants(made: Instructions, dice: Random) -> Iterator[tuple[str, Instruction
             yield f"{where} without {wait}", changed(made, index, waits=tuple(w for w in one.waits if w != wait))
         for flag in ("retains", "recomputes", "turns"):
             yield f"{where}, {flag}", changed(made, index, **{flag: not getattr(one, flag)})
-        for name in ("state", "landing"):
+        for name in ("state", "landing", "buffer", "file"):
             found: Bytes | None = getattr(one, name)
             others = [Bytes(0, 64)] if found is None else [None, *_moved(found)]
             yield from ((f"{where}, {name} {other}", changed(made, index, **{name: other})) for other in others)
         yield from _other_parks(made, index, one, where)
         yield from _other_frees(made, index, one, where, dice)
-    for name in ("slot_bytes", "park_bytes", "landing_bytes"):
+    for name in ("slot_bytes", "park_bytes", "buffer_bytes", "landing_bytes"):
         yield name, replace(made, **{name: getattr(made, name) + 64})
     for name in ("forward", "backward"):
         half: Half = getattr(made, name)

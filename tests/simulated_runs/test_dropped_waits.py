@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from megatrain.runtime.streams.stream_set import Chaos
 from tests.simulated_device import Simulator
 from tests.simulated_runs.on_device import DEVICE, SLOW_HOST, Chain, on_device
 from tests.training.parity import TASKS, Task, generator_of
+from tests.training.test_evictions import evict
 
 TASK = TASKS["stack"]
 THERE = Task(
@@ -30,6 +32,12 @@ THERE = Task(
     lambda result, _: result.square().mean(),
 )
 """Of tensors that the device can update."""
+IN_FILE = Task(
+    lambda: Chain(depth=5, width=16),
+    lambda number, size: torch.randn(size, 16, generator=generator_of(number)),
+    lambda result, _: result.square().mean(),
+)
+"""Of activations of a page."""
 MODES: dict[str, dict[str, Any]] = {
     "overlap": {"spread": False},
     "spread": {},
@@ -38,6 +46,7 @@ MODES: dict[str, dict[str, Any]] = {
     "there": {},
     "there, clipped": {"max_grad_norm": 1e-3},
 }
+FILE: dict[str, Any] = {"spread": False, "offload": Path(__file__).parent}
 THERE_ON: dict[str, dict[str, Any]] = {
     "there": {"hardware": SLOW_HOST, "memory": "24KiB"},
     "there, clipped": {"hardware": replace(SLOW_HOST, host_bytes_per_s=1e7), "memory": "30KiB"},
@@ -84,7 +93,8 @@ class Trial:
     def __init__(self, sim: Simulator, mode: str) -> None:
         torch.manual_seed(0)
         own = THERE_ON.get(mode)
-        task = TASK if own is None else THERE
+        in_file = mode == "file"
+        task = IN_FILE if in_file else TASK if own is None else THERE
         self.sim, self.model = sim, task.build()
         self.start = [p.detach().clone() for p in self.model.parameters()]
         compiled = megatrain.compile(
@@ -98,10 +108,13 @@ class Trial:
         self.streams = compiled.megatrain.engine.streams
         parameters = self.model.parameters()
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.5)
-        if own is not None:
+        if own is not None or in_file:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, fused=True)
-        self.step = megatrain.TrainStep(compiled, self.optimizer, loss=task.loss, **MODES[mode])
-        self.batches = [[on_device(task.batch(10 * n + m, 2)) for m in range(2)] for n in range(2)]
+        self.step = megatrain.TrainStep(compiled, self.optimizer, loss=task.loss, **(FILE if in_file else MODES[mode]))
+        if in_file:
+            evict(self.step)
+        size = 64 if in_file else 2
+        self.batches = [[on_device(task.batch(10 * n + m, size)) for m in range(2)] for n in range(2)]
         self.expected = self.run()
 
     def run(self) -> list[torch.Tensor]:
@@ -133,6 +146,26 @@ class Trial:
             all(torch.equal(left, right) for left, right in zip(self.expected, self.run(), strict=True))
             for _ in self.orders(suspect)
         )
+
+
+def test_an_op_of_the_disk_without_one_of_its_waits_is_noticed(sim: Simulator):
+    """Those of copies for the disk are for what is done when it counts as issued.
+
+    What is evicted last returns through the same buffer, where a copy that comes too late leaves the right bytes.
+    """
+    trial = Trial(sim, "file")
+    assert trial.is_right()
+    last = max(trial.step.schedule.evicted)
+    names = [
+        (f"{one.op} <- {trial.step.schedule.ticks[wait.tick][wait.stream]}", wait.stream)
+        for one in trial.step.schedule.instructions.all
+        if one.op.what == "L" or (one.op.what == "E" and one.op.block != last)
+        for wait in one.waits
+    ]
+    assert len(names) > 4
+    for name, stream in names:
+        with without(*name.split(" <- ")):
+            assert not all(trial.is_right(stream) for _ in range(ATTEMPTS)), name
 
 
 # On the device, the other modes wait as overlap does, or for the host.

@@ -112,8 +112,8 @@ def test_a_slot_that_holds_another_blocks_weights_is_found(monkeypatch):
 def test_a_parked_value_that_comes_back_changed_is_found(monkeypatch):
     real = OffloadBuffer.get
 
-    def get(self, name, out):
-        real(self, name, out)
+    def get(self, name, out, *places):
+        real(self, name, out, *places)
         out += 1e-3 if name == "add_1" else 0
 
     monkeypatch.setattr(OffloadBuffer, "get", get)

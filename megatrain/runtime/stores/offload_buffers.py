@@ -1,4 +1,4 @@
-"""Offload buffers: host memory for activations that leave the device, and the image through which buffers cross."""
+"""Offload buffers: host memory for activations that leave the device, also for a file; images of a model's buffers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from megatrain.base.sizes import aligned
 from megatrain.device.bus import Bus, GrowingArena
 from megatrain.device.host_arena import HostArena
+from megatrain.files.scratch_file import FileRange, ScratchFile
+from megatrain.scheduler.instructions import Bytes, Instruction
 from megatrain.tracer.block_image import image, stored_stride, views
 from megatrain.tracer.spec import TensorSpec
 
@@ -30,11 +32,21 @@ class OffloadPool:
         # there.
         self._returned: SimpleQueue[HostArena] = SimpleQueue()
 
-    def take(self, nbytes: int, num_calls: int) -> list[OffloadBuffer]:
-        """Returns the buffers of the calls of one run; they come back with `OffloadBuffer.give`, or when dropped."""
+    def take(
+        self, nbytes: int, num_calls: int, shared_bytes: int = 0, file: ScratchFile | None = None
+    ) -> list[OffloadBuffer]:
+        """Returns the buffers of the calls of one run; they come back with `OffloadBuffer.give`, or when dropped.
+
+        Args:
+            nbytes: Of each.
+            num_calls: How many.
+            shared_bytes: Of memory for values that go on to a file, before those of the calls: whole pages.
+            file: Has these values in between; None if there are none.
+        """
         share = aligned(nbytes)
-        lease = _Lease(self._arena(share * num_calls), self._returned)
-        return [OffloadBuffer(lease, range(n * share, n * share + nbytes), self._bus) for n in range(num_calls)]
+        lease, starts = _Lease(self._arena(shared_bytes + share * num_calls), self._returned), range(num_calls)
+        places = (range(shared_bytes + n * share, shared_bytes + n * share + nbytes) for n in starts)
+        return [OffloadBuffer(lease, where, self._bus, file) for where in places]
 
     def _arena(self, nbytes: int) -> HostArena:
         if not nbytes:
@@ -71,16 +83,18 @@ class _Lease:
 
 
 class OffloadBuffer:
-    """The parked activations of one call, in one range of host memory of their exact size.
+    """The parked activations of one call, in one range of host memory of their exact size; some through shared memory.
 
     Made by `OffloadPool.take`. Give it back only when no copy out of it or into it is under way.
     """
 
-    def __init__(self, lease: _Lease, where: range, bus: Bus) -> None:
+    def __init__(self, lease: _Lease, where: range, bus: Bus, file: ScratchFile | None = None) -> None:
         self._lease: _Lease | None = lease
         self._where = where
-        self._places: dict[str, torch.Tensor] = {}
+        self._specs: dict[str, TensorSpec] = {}
+        self._places: dict[tuple[str, int], torch.Tensor] = {}
         self._bus = bus
+        self._file = file
 
     @property
     def nbytes(self) -> int:
@@ -92,32 +106,60 @@ class OffloadBuffer:
         assert self._lease is not None, "the buffer was given back already"
         return self._lease.arena
 
-    def put(self, name: str, tensor: torch.Tensor, offset: int) -> None:
+    def put(self, name: str, tensor: torch.Tensor, place: Bytes, shared: Bytes | None = None) -> None:
         """Copies a value to the host, on the current stream.
 
         Args:
             tensor: The value. Its memory may be used again once compute waits for this copy.
-            offset: Its first byte in the range, at a multiple of `megatrain.base.sizes.ALIGNMENT`.
+            place: Its bytes in the range, or in `shared`; they begin at a multiple of `megatrain.base.sizes.ALIGNMENT`.
+            shared: A part of the memory of all calls, from which an `evict` moves the value on; None if none does.
         """
-        if name not in self._places:
-            self._places[name] = self._new_place(TensorSpec.of(tensor), offset)
-        self._bus.to_host(self._places[name], tensor.detach(), self._arena)
+        if name not in self._specs:
+            self._specs[name] = TensorSpec.of(tensor)
+        self._bus.to_host(self._place(name, place, shared), tensor.detach(), self._arena)
 
-    def get(self, name: str, out: torch.Tensor) -> None:
+    def get(self, name: str, out: torch.Tensor, place: Bytes, shared: Bytes | None = None) -> None:
         """Copies a value back to the device, on the current stream, into memory that compute has taken for it."""
-        self._bus.to_device(out, self._places[name], self._arena)
+        self._bus.to_device(out, self._place(name, place, shared), self._arena)
 
-    def _new_place(self, spec: TensorSpec, offset: int) -> torch.Tensor:
-        layout = image([("", spec)])
-        assert offset + layout.nbytes <= len(self._where), "more is parked than was announced"
-        start = self._where.start + offset
-        (place,) = views(layout, self._arena.tensor[start : start + layout.nbytes])
-        return place
+    def evict(self, instruction: Instruction) -> None:
+        """Writes what is in shared memory to the file.
+
+        Raises:
+            ExecuteError: If the disk fails.
+        """
+        assert self._file is not None
+        self._file.write(_ranges(instruction), self._arena.tensor)
+
+    def reload(self, instruction: Instruction) -> None:
+        """Reads what an `evict` has written, into other shared memory.
+
+        Raises:
+            ExecuteError: If the disk fails.
+        """
+        assert self._file is not None
+        self._file.read(_ranges(instruction), self._arena.tensor)
+
+    def _place(self, name: str, place: Bytes, shared: Bytes | None) -> torch.Tensor:
+        within = self._where if shared is None else range(shared.offset, shared.offset + shared.nbytes)
+        start = within.start + place.offset
+        if (name, start) not in self._places:
+            layout = image([("", self._specs[name])])
+            assert place.offset + layout.nbytes <= len(within), "more is parked than was announced"
+            (self._places[name, start],) = views(layout, self._arena.tensor[start : start + layout.nbytes])
+        return self._places[name, start]
 
     def give(self) -> None:
         """Returns the memory to the pool; nothing happens the second time."""
         self._places.clear()
-        self._lease = None
+        self._lease = self._file = None
+
+
+def _ranges(instruction: Instruction) -> list[FileRange]:
+    shared, place = instruction.buffer, instruction.file
+    assert shared is not None
+    assert place is not None
+    return [FileRange(place.offset, place.nbytes, shared.offset)]
 
 
 # Copies of more bytes gain nothing from being one. Packing takes as much memory on the device, for a moment, when only

@@ -25,7 +25,7 @@ class InjectedFailure(RuntimeError):
     """Raised by an operation that `Chaos.fail` names."""
 
 
-@checked(max_delay_s=number(least=0, below=60, example=0.002), slow=optional(one_of(*_PRINTED_FIRST)))
+@checked(max_delay_s=number(least=0, below=60, example=0.002), slow=optional(one_of(*_PRINTED_FIRST, "disk")))
 @dataclass(frozen=True)
 class Chaos:
     """Disturbs every stream, so that operations without a guaranteed order change places in a test.

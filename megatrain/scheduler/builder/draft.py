@@ -18,11 +18,11 @@ from megatrain.scheduler.builder.order import (
     written,
 )
 from megatrain.scheduler.builder.stays import Stay, compute_stages, giants, place_slots, stays_of
-from megatrain.scheduler.effects import Effects, Parking, Parks, host_value_bytes, park_bytes
+from megatrain.scheduler.effects import Effects, Parking, Parks
 from megatrain.scheduler.items import NO_BLOCK, Stream
 from megatrain.scheduler.lifetimes import Books, Lifetime, device_moments, live_bytes, moved_bytes, of_ticks, slab_bytes
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Op, Place, Slot, Table, Tick
+from megatrain.scheduler.table import Op, Place, Slot, Table, Tick, host_value_bytes, park_bytes
 from megatrain.scheduler.workload import Workload
 
 
@@ -191,7 +191,7 @@ def with_figures(table: Table, parked: Parks | None = None, books: Books | None 
     moments, needed = device_moments(books)
     live = of_ticks(moments)
     h2d, d2h = moved_bytes(books.ops)
-    parks = park_bytes(workload, kind, table.parked() if parked is None else parked)
+    parks = park_bytes(table, table.parked() if parked is None else parked)
     values = host_value_bytes(workload, kind)
     return replace(
         table,

@@ -182,7 +182,7 @@ def buffer_bytes(table: Table) -> Mapping[int, int]:
     """The bytes of each buffer of host memory that the disk's ops fill: as many as the largest state that it holds."""
     blocks, found = table.known_workload().blocks, dict[int, int]()
     for op in table.ops:
-        if op.stream == Stream.DISK and op.slot is not None:
+        if op.stream == Stream.DISK and op.what == "R" and op.slot is not None:
             found[op.slot] = max(found.get(op.slot, 0), blocks[op.block].moment_bytes)
     return dict(sorted(found.items()))
 

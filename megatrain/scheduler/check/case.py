@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 from megatrain.base.counts import counted
+from megatrain.base.sizes import PAGE, aligned
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.dependency import Clocks
 from megatrain.scheduler.items import Stream
@@ -15,7 +17,7 @@ from megatrain.scheduler.workload import Workload
 
 _WINDOW = 2
 # Stated a second time, because the checker shares nothing with the table of effects.
-_PER_MICRO_BATCH = "FBAXD"
+_PER_MICRO_BATCH = "FBAXDEL"
 
 
 class Case:
@@ -34,6 +36,7 @@ class Case:
         self.ops: list[tuple[Position, Op]] = list(schedule.positions())
         self.saved, self.keeping = frozenset(schedule.saves), frozenset(schedule.results)
         self.parked = _expected_parks(schedule, workload)
+        self.evicted = {op.block for _, op in self.ops if op.stream == Stream.DISK and op.what in "EL"}
         self.micro_batches = range(schedule.kind.micro_batches)
         self._computes = [position.tick for position, _ in self.ops if position.stream == Stream.COMPUTE]
         self._first_offload = min((p for p, op in self.ops if op.what == "G"), default=None)
@@ -45,6 +48,20 @@ class Case:
         """Bytes that a block has in its slot: its state, and that of the optimizer where the device updates it."""
         work = self.workload.blocks[block]
         return work.state_bytes + (work.optimizer_bytes if block in self.schedule.device_updates else 0)
+
+    def chunk_bytes(self, block: int) -> int:
+        """Bytes of a buffer, or of a file, with the parked values of a block and micro-batch: whole pages."""
+        sizes = (aligned(self.workload.values[value].nbytes) for value in self.parked.get(block, ()))
+        return aligned(sum(sizes), PAGE)
+
+    def buffers(self) -> dict[int, range]:
+        """Where in their memory the buffers are through which values go to a file: one behind the other."""
+        sizes: dict[int, int] = {}
+        for position, op in self.ops:
+            if position.stream == Stream.DISK and op.what in "EL" and op.slot is not None:
+                sizes[op.slot] = max(sizes.get(op.slot, 0), self.chunk_bytes(op.block))
+        starts = accumulate((sizes[slot] for slot in sorted(sizes)), initial=0)
+        return {slot: range(start, start + sizes[slot]) for slot, start in zip(sorted(sizes), starts, strict=False)}
 
     def at(self, stream: Stream, what: str, block: int, micro_batch: int = 0) -> list[Position]:
         """All positions of one op, ascending; an op that has no micro-batch counts as one of the first."""

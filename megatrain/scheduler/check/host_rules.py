@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.items import NO_BLOCK, Stream
@@ -221,8 +222,36 @@ def check_moments(case: Case) -> None:
         case.require_before(read, updates[0], "changes what is read by", rule)
         case.require_before(updates[0], written, "writes what is changed by", rule)
     for position, op in case.ops:
-        if position.stream == Stream.DISK and op.slot is not None:
+        if position.stream == Stream.DISK and op.what == "R" and op.slot is not None:
             if op.slot in held:
                 (written,) = case.at(Stream.DISK, "K", held[op.slot])
                 case.require_before(written, position, "fills a buffer that is written by", rule)
             held[op.slot] = op.block
+
+
+def check_evictions(case: Case) -> None:
+    """Parked values that a file has leave and return through it, and no buffer is filled while a chunk is in it."""
+    rule = (
+        "In a training step a block whose parked values are in a file has one E, after their A to the host, and one L, "
+        "after the E and before their A to the device, for each micro-batch; other blocks have neither. A buffer is "
+        "filled again when what it held has left."
+    )
+    fills: dict[int, list[tuple[Position, Position]]] = {}
+    for block in sorted(case.evicted):
+        is_able = case.schedule.kind.is_training_step and block in case.parked
+        for number in () if is_able else case.micro_batches:
+            for what in "EL":
+                case.never(Stream.DISK, what, block, "moves no parked values", rule, number)
+        for number in case.micro_batches if is_able else ():
+            written, read = (case.once(Stream.DISK, what, block, rule, number) for what in "EL")
+            (leaves,), (returns,) = (case.at(stream, "A", block, number) for stream in (Stream.D2H, Stream.H2D))
+            case.require_before(leaves, written, "writes what leaves with", rule)
+            case.require_before(written, read, "reads what is written by", rule)
+            case.require_before(read, returns, "returns what is read by", rule)
+            for disk, pair in ((written, (leaves, written)), (read, (read, returns))):
+                slot = case.op(disk).slot
+                assert slot is not None
+                fills.setdefault(slot, []).append(pair)
+    for chunks in fills.values():
+        for (_, left), (filled, _) in pairwise(sorted(chunks)):
+            case.require_before(left, filled, "fills a buffer that is emptied by", rule)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatrain.base.sizes import ALIGNMENT
+from megatrain.base.sizes import ALIGNMENT, PAGE
 from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.check.schedule_rules import check_waits
@@ -31,6 +31,7 @@ def check_instructions(instructions: Instructions, table: Table, workload: Workl
     _check_state(case, instructions)
     _check_landings(case, instructions)
     _check_parks(case, instructions)
+    _check_evictions(case, instructions)
     _check_frees(case, instructions)
     _check_takes(case, instructions)
     totals = {"slot_bytes": table.arena_bytes, "landing_bytes": table.landing_bytes}
@@ -139,7 +140,7 @@ def _check_landings(case: Case, instructions: Instructions) -> None:
 
 
 def _check_parks(case: Case, instructions: Instructions) -> None:
-    rule = "Every parked value has its own bytes in host memory, and returns from these bytes."
+    rule = "Every parked value has its own bytes in host memory, or in its buffer, and returns from these bytes."
     known: dict[int, Bytes] = {}
     for instruction in instructions.all:
         expected = case.parked.get(instruction.op.block, []) if instruction.op.what == "A" else []
@@ -148,14 +149,57 @@ def _check_parks(case: Case, instructions: Instructions) -> None:
             _expect(instruction, f"value {value}", host, known.setdefault(value, host), rule)
             if host.offset % ALIGNMENT or host.nbytes < case.workload.values[value].nbytes:
                 raise _fault(instruction, f"has no room for value {value} at {host}", rule)
+    end = _end([place for block, members in case.parked.items() if block not in case.evicted
+                for place in _of(known, members)], rule)  # fmt: skip
+    _expect("the instructions", "parks of bytes", instructions.park_bytes, end, rule)
+    for block in case.evicted:
+        nbytes = _end(_of(known, case.parked[block]), rule)
+        if nbytes > case.chunk_bytes(block):
+            raise _fault("the instructions", f"park {nbytes} B of block {block} in a buffer that is smaller", rule)
+    buffers = max((buffer.stop for buffer in case.buffers().values()), default=0)
+    _expect("the instructions", "buffers of bytes", instructions.buffer_bytes, buffers, rule)
+    stated = case.schedule.park_bytes
+    _expect("the table", "parks of bytes", stated, end * len(case.micro_batches) + buffers, rule)
+
+
+def _of(known: Mapping[int, Bytes], values: Sequence[int]) -> list[tuple[int, Bytes]]:
+    return [(value, known[value]) for value in values if value in known]
+
+
+def _end(places: Sequence[tuple[int, Bytes]], rule: str) -> int:
+    """The end of places of values, none of which overlap."""
     end = 0
-    for value, host in sorted(known.items(), key=lambda item: item[1]):
+    for value, host in sorted(places, key=lambda item: item[1]):
         if host.offset < end:
             raise _fault("the instructions", f"park value {value} at {host}, which belongs to another value", rule)
         end = host.offset + host.nbytes
-    _expect("the instructions", "parks of bytes", instructions.park_bytes, end, rule)
-    stated = case.schedule.park_bytes
-    _expect("the table", "parks of bytes", stated, end * len(case.micro_batches), rule)
+    return end
+
+
+def _check_evictions(case: Case, instructions: Instructions) -> None:
+    rule = "E, L and their A use the buffer that E and L name; each chunk has its own bytes in the file."
+    buffers, slots, where = case.buffers(), dict[tuple[str, int, int], int](), dict[tuple[int, int], Bytes]()
+    for position, op in case.ops:
+        if position.stream == Stream.DISK and op.what in "EL" and op.slot is not None:
+            for stream in (Stream.DISK, Stream.D2H) if op.what == "E" else (Stream.DISK, Stream.H2D):
+                slots[op.what if stream == Stream.DISK else stream, op.block, op.micro_batch or 0] = op.slot
+    for instruction in instructions.all:
+        op, number = instruction.op, instruction.micro_batch
+        is_disk = op.stream == Stream.DISK and op.what in "EL"
+        slot = slots.get((op.what if is_disk else op.stream, op.block, number)) if is_disk or op.what == "A" else None
+        expected = None if slot is None else Bytes(buffers[slot].start, case.chunk_bytes(op.block))
+        _expect(instruction, "buffer", instruction.buffer, expected, rule)
+        place = instruction.file if is_disk else None
+        _expect(instruction, "bytes of a file", instruction.file, place, rule)
+        if is_disk:
+            known = where.setdefault((op.block, number), place) if place is not None else None
+            if place is None or place != known or place.nbytes != case.chunk_bytes(op.block) or place.offset % PAGE:
+                raise _fault(instruction, f"has bytes of a file {_shown(place)}", rule)
+    end = 0
+    for place in sorted(where.values()):
+        if place.offset < end:
+            raise _fault("the instructions", f"have two chunks at {place} of the file", rule)
+        end = place.offset + place.nbytes
 
 
 def _check_frees(case: Case, instructions: Instructions) -> None:

@@ -103,8 +103,11 @@ def recount_host(case: Case) -> int:
     sizes = (case.workload.blocks[op.block].landing_bytes for _, op in case.ops if op.what == "G")
     slab = max([0, *sizes]) if not case.schedule.kind.holds_gradients else 0
     places = max((place.offset + place.nbytes for place in case.schedule.places), default=0)
-    parks = sum(aligned(case.workload.values[v].nbytes) for values in case.parked.values() for v in values)
-    return slab + places + len(case.micro_batches) * parks
+    kept = [
+        case.workload.values[v] for block, values in case.parked.items() for v in values if block not in case.evicted
+    ]
+    parks = len(case.micro_batches) * sum(aligned(value.nbytes) for value in kept)
+    return slab + places + parks + max((buffer.stop for buffer in case.buffers().values()), default=0)
 
 
 def recount_host_values(case: Case) -> int:

@@ -17,6 +17,7 @@ from megatrain.errors import ScheduleError
 from megatrain.scheduler.check.case import Case
 from megatrain.scheduler.check.host_rules import (
     check_device_updates,
+    check_evictions,
     check_moments,
     check_norm,
     check_places,
@@ -82,7 +83,7 @@ def _check_slots(schedule: Table) -> None:
 def _check_ops_are_known(case: Case) -> None:
     """Every op concerns a block of the model and a micro-batch of the step, and a slot that can hold its state."""
     rule = "Every op concerns one block of the model; W fills a slot that is large enough."
-    numbers = "With several micro-batches F, B, A, X and D name one of them; other ops don't."
+    numbers = "With several micro-batches F, B, A, E, L, X and D name one of them; other ops don't."
     for position, op in case.ops:
         if case.has_number(op.what) != (op.micro_batch is not None):
             raise case.fault(f"{case.name(position)} doesn't name its micro-batch.", numbers, position.tick, "Name it.")
@@ -262,6 +263,7 @@ RULES: tuple[Callable[[Case], None], ...] = (
     check_micro_batches,
     check_inputs,
     check_parks,
+    check_evictions,
     check_weights,
     check_device_updates,
     check_persistent,
