@@ -324,7 +324,9 @@ def place_host(workload: Workload, kind: StepKind, ticks: OpTicks, head: Mapping
         free += 1
     norm = max(last + 1, free) if kind.clip else None
     if norm is not None:
-        ticks.update.update({block: norm + 1 + place for place, block in enumerate(sorted(ticks.squares))})
+        # Backwards of blocks that train nothing may come after the norm.
+        after = 1 + max((norm, *(tick for of_block in ticks.backward.values() for tick in of_block)))
+        ticks.update.update({block: after + place for place, block in enumerate(sorted(ticks.squares))})
     if kind.updates in ("none", "deferred"):
         return HostTicks(head, squares, norm)
     at_least = last if kind.updates == "serial" else -1
