@@ -99,7 +99,7 @@ class MomentTraffic:
         if not self.moved:
             return "disk: nothing needs the file: all of the optimizer's state stays in memory, and no step reads it"
         written = 1000 * self.moved
-        text = f"disk: {format_bytes(self.file_bytes)}"
+        text = f"disk: {format_bytes(self.file_bytes)} of optimizer state"
         text += f", and {format_bytes(self.activation_bytes)} of activations" if self.activation_bytes else ""
         text += f"; a step reads and writes {format_bytes(self.moved)}"
         wear = f"1,000 steps write {written / 1e12:.3g} TB"

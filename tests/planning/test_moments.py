@@ -61,12 +61,12 @@ def test_the_plan_says_traffic_and_wear():
     plan = planned(offload=True, hardware=MACHINE)
     assert plan.moments is not None
     assert plan.moments.text(replace(MACHINE, disk_bytes_per_s=3.5e9)) == (
-        "disk: 3.02 MiB; a step reads and writes 3.02 MiB, 1.81 ms at 3.5 GB/s, assumed; "
+        "disk: 3.02 MiB of optimizer state; a step reads and writes 3.02 MiB, 1.81 ms at 3.5 GB/s, assumed; "
         "1,000 steps write 0.00317 TB, 0.32% of the 1 TB that the drive is rated for"
     )
     assert "1,000 steps write 0.00317 TB" in plan.moments.text(None)
     assert "in a file: 3.02 MiB of optimizer state, in no row (offload=...)" in str(plan)
-    assert "disk: 3.02 MiB; a step reads and writes 3.02 MiB, 634 ms at 0.0 GB/s" in str(plan)
+    assert "disk: 3.02 MiB of optimizer state; a step reads and writes 3.02 MiB, 634 ms at 0.0 GB/s" in str(plan)
 
 
 def test_a_layout_prints_where_what_is():
@@ -175,7 +175,9 @@ def test_activations_go_on_to_the_file_as_far_as_the_host_is_short(machine: Any)
     assert short.host.bytes_of("parks") == short.schedule.park_bytes == enough.schedule.park_bytes - 4 * CHUNK
     assert short.moments.activation_bytes == short.schedule.evicted_bytes == 6 * CHUNK
     assert short.moments.moved == enough.moments.moved + 6 * CHUNK
-    assert "disk: 3.02 MiB, and 768.00 KiB of activations; a step reads and writes 3.77 MiB" in str(short)
+    assert "disk: 3.02 MiB of optimizer state, and 768.00 KiB of activations; a step reads and writes 3.77 MiB" in str(
+        short
+    )
     assert "parks 12 activations, 6 of them in a file" in str(short)
     assert "and a file has 768.00 KiB of them between forward and backward" in short.why()
     if machine is not None:

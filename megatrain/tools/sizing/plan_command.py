@@ -320,7 +320,7 @@ def summary(plan: Plan, options: SizingOptions, tokens: int) -> str:
             f"frozen weights: {format_bytes(plan.host.file_bytes)} stay in files; {plan.reads.text(plan.hardware)}"
         )
     if plan.moments is not None:
-        lines.append(f"optimizer state in a file: {plan.moments.text(plan.hardware)}")
+        lines.append(plan.moments.text(plan.hardware))
     if found is not None and plan.fits:
         lines.append(f"bound by: {found.bound}, busy for {found.busy[found.bound]:.0%} of a step")
         bound = "files" if plan.reads is not None and found.bound == "h2d" else found.bound
