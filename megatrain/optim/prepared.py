@@ -111,7 +111,6 @@ class PreparedBlock:
         self._state = [ref for each in found for ref in each.state]
         self._addresses = [address for each in found for address in each.addresses]
         self._forms = [each.gradient for each in found]
-        self._gradients: Sequence[weakref.ref[torch.Tensor]] = ()
 
     def run(
         self,
@@ -146,7 +145,8 @@ class PreparedBlock:
             return False
         state = self._present(states)
         given = [gradient for gradient in gradients if gradient is not None]
-        if state is None or not self._takes(given):
+        # The latest tensors may have other strides by now: their `data` may have been set.
+        if state is None or [form_of(gradient) for gradient in given] != self._forms:
             return False
         try:
             scales = [scale if is_scaled else 1.0 for is_scaled in self._is_scaled]
@@ -168,15 +168,6 @@ class PreparedBlock:
             return found if [*map(_address, found)] == self._addresses else None
         except AttributeError:  # None, in place of a tensor that is gone
             return None
-
-    def _takes(self, gradients: Sequence[torch.Tensor]) -> bool:
-        """Whether gradients are of the kinds for which the update was prepared; the latest ones needn't be compared."""
-        if self._gradients and all(map(is_, gradients, [ref() for ref in self._gradients])):
-            return True
-        if [form_of(gradient) for gradient in gradients] != self._forms:
-            return False
-        self._gradients = [weakref.ref(gradient) for gradient in gradients]
-        return True
 
     def _follow(self, members: Members) -> bool:
         """Finds the parameters in other groups; returns whether each is in one."""

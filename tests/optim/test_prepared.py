@@ -35,12 +35,14 @@ class Side:
         self.optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
         self.held: torch.Tensor | None = None
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self.latest: dict[torch.Tensor, torch.Tensor] = {}
         self.code = MasterStep(Masters(self.model, "exact"), gradient_of=self.gradients.get)
         self.blocks = BlockOptimizer(self.optimizer, [self.parameters[:2], self.parameters[2:]], code=self.code)
 
     def step(self, number: int, edit: Callable[[Side], None] | None = None) -> None:
         """Takes a step, after an edit."""
         generator = torch.Generator().manual_seed(number)
+        self.latest = dict(self.gradients)
         self.gradients.update({p: torch.randn(p.shape, generator=generator).to(p.dtype) for p in self.parameters})
         self.code.scale = 0.5 + number / 8
         if edit is not None:
@@ -105,6 +107,12 @@ def _other_strides(side: Side) -> None:
     side.gradients[side.parameters[0]] = gradient.t().contiguous().t()
 
 
+def _other_strides_of_the_latest_tensors(side: Side) -> None:
+    for p in side.parameters[:2]:
+        side.latest[p].data = side.gradients[p].t().contiguous().t()
+        side.gradients[p] = side.latest[p]
+
+
 def _sets_options(side: Side) -> None:
     side.optimizer.param_groups[0]["maximize"] = True
     side.optimizer.param_groups[1]["lr"] = torch.tensor(0.3)
@@ -121,7 +129,7 @@ def _regroups(side: Side) -> None:
 
 PREPARED_ANEW = [
     _writes, _moves, _replaces_moment, _replaces_memory_of_moment, _loads, _clears, _freezes, _other_dtype,
-    _other_strides,
+    _other_strides, _other_strides_of_the_latest_tensors,
 ]  # fmt: skip
 STILL_PREPARED = [_sets_options, _counts, _regroups]
 
