@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from megatrain.errors import OptimizerError, OptionError
 from megatrain.files.scratch_file import FileRange, ScratchFile
 from megatrain.optim.fast import fast_path
 from megatrain.optim.fast.adamw import InOnePass
-from megatrain.optim.fast.adamw_8bit import AdamW8bit
 from megatrain.optim.masters.narrow_model import narrow_entries
 from megatrain.optim.need import OptimizerLike, over
 from megatrain.optim.proxy import Optimizer, empty
@@ -74,6 +73,7 @@ class MomentLayout:
         """
         groups = {id(p): (each, group) for each in optimizers for group in each.param_groups for p in group["params"]}
         regions, offset = dict[str, StatePlace](), 0
+        known: dict[tuple[InOnePass, TensorSpec], StatePlace] = {}  # a model has few kinds of parameters
         for key, (parameter, spec) in parameters.items():
             if id(parameter) not in groups or not spec.numel:
                 continue
@@ -87,13 +87,9 @@ class MomentLayout:
                     f"  Files have the state of AdamW8bit and of torch's AdamW{how}, without amsgrad and capturable.\n"
                     "  Use one of these, or leave offload out."
                 )
-            with FakeTensorMode():
-                state = path.new_state(empty(spec))
-            fields, end = dict[str, tuple[int, TensorSpec]](), 0
-            for name in (*path.moments, *path.numbers[1:]):
-                fields[name] = end, TensorSpec.of(state[name])
-                end = aligned(end + fields[name][1].nbytes)
-            regions[key] = StatePlace(offset, aligned(end, PAGE), tuple(state), fields)
+            if (path, spec) not in known:
+                known[path, spec] = _place(path, spec)
+            regions[key] = replace(known[path, spec], offset=offset)
             offset += regions[key].nbytes
         return MomentLayout(regions)
 
@@ -121,6 +117,17 @@ class MomentLayout:
             fields = ", ".join(f"{name} {spec} at {start}" for name, (start, spec) in region.fields.items())
             lines.append(f"  {region.offset}+{region.nbytes}  {key}: {fields}")
         return "\n".join(lines)
+
+
+def _place(path: InOnePass, spec: TensorSpec) -> StatePlace:
+    """Where the state of a parameter is from the first byte of its region on."""
+    with FakeTensorMode():
+        state = path.new_state(empty(spec))
+    fields, end = dict[str, tuple[int, TensorSpec]](), 0
+    for name in (*path.moments, *path.numbers[1:]):
+        fields[name] = end, TensorSpec.of(state[name])
+        end = aligned(end + fields[name][1].nbytes)
+    return StatePlace(0, aligned(end, PAGE), tuple(state), fields)
 
 
 def moment_layout(
@@ -156,16 +163,6 @@ def moment_layout(
             '  Use precision="bf16", or leave offload out.'
         )
     return MomentLayout.of(optimizers, {key: (parameters[key], spec) for key, spec in trained.items()})
-
-
-def may_be_in_file(optimizers: Sequence[Optimizer], precision: str) -> bool:
-    """Whether the state of optimizers over a model can be in a file, as far as their classes and options say."""
-    has_masters = precision == "bf16"
-    return all(
-        isinstance(each, AdamW8bit)
-        or (isinstance(each, torch.optim.AdamW) and all(has_masters or group["fused"] for group in each.param_groups))
-        for each in optimizers
-    )
 
 
 class Moments:

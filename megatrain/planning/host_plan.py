@@ -15,18 +15,18 @@ from megatrain.base.sizes import aligned, format_bytes
 from megatrain.base.torch_private import FakeTensor
 from megatrain.device import is_on_host
 from megatrain.device.host_pages import gives_back
-from megatrain.errors import ExecuteError
+from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.optim.fast.adamw import AdamWInOnePass
 from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
 from megatrain.optim.masters.narrow_model import narrow_entries
 from megatrain.optim.masters.registry import Masters
-from megatrain.optim.moments import MomentLayout, may_be_in_file
+from megatrain.optim.moments import MomentLayout, moment_layout
 from megatrain.optim.need import OptimizerLike, OptimizerNeed, Updated, joint_need, over
 from megatrain.optim.per_parameter import is_per_parameter
 from megatrain.passes.program import Program
 from megatrain.runtime.loaded import Facts
 from megatrain.scheduler.builder.moments import buffer_bytes, spared_bytes
-from megatrain.scheduler.from_program import filed_state
+from megatrain.scheduler.from_program import filed_state, updated_bytes
 from megatrain.scheduler.schedule import Schedule
 from megatrain.tracer.inventory import StateEntry, inventory
 from megatrain.tracer.packing import plain_tensors
@@ -215,10 +215,9 @@ def host_plan(
         need = replace(need, state={name: nbytes - away.get(name, 0) for name, nbytes in need.state.items()})
         need = replace(need, state=_in_memory(need.state, filed))
         rows += need.state.items()
-        if moments is None and may_be_in_file(optimizers, precision):
-            sizes = [sum(updated.spec.numel for updated in block) for block in blocks]
-            share = sum(need.state.values()) / max(1, sum(sizes))
-            may_file = spared_bytes({b: round(share * size) for b, size in enumerate(sizes) if size})
+        # With a file the device updates no block, and the host has all of them again.
+        if moments is None and not there:
+            may_file = _spared_in_file(programs[0], model, optimizer, need.state, precision)
         # What isn't there yet when the first step brings blocks to the device.
         first_bytes = need.scratch_bytes + max(0, sum(need.state.values()) - _held_bytes(own))
     rows += [*_step_rows(programs, entries, schedule, on_host=on_host), ("update scratch", need.scratch_bytes)]
@@ -247,6 +246,19 @@ def _moments(optimizers: Sequence[torch.optim.Optimizer], numels: Mapping[int, i
         numel = sum(numels.get(id(p), 0) for group in each.param_groups for p in group["params"])
         found |= {f"{type(each).__name__}.{name}": 4 * numel for name in AdamWInOnePass.moments}
     return found
+
+
+def _spared_in_file(
+    program: Program, model: nn.Module, optimizer: OptimizerLike, state: Mapping[str, int], precision: str
+) -> int:
+    """The memory of the host that isn't needed if all of an optimizer's state is in a file; 0 if it can't be."""
+    try:
+        layout = moment_layout(model, optimizer, precision=precision)
+    except OptimizerError:
+        return 0
+    sizes = {b: nbytes for b, nbytes in enumerate(updated_bytes(program, layout.sizes)) if nbytes}
+    buffers = sum(sizes.values()) - spared_bytes(sizes)
+    return sum(state.values()) - sum(_in_memory(state, layout).values()) - buffers
 
 
 def _in_memory(state: Mapping[str, int], filed: MomentLayout | None) -> dict[str, int]:

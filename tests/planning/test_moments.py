@@ -147,6 +147,19 @@ def test_a_step_without_room_names_the_file_as_a_way_out_and_what_is_enough():
     assert not any(help.startswith("offload=") for help in planned(precision="fp32").host.helps)  # AdamW isn't fused
 
 
+def test_what_is_enough_counts_whole_pages_and_blocks_that_the_device_no_longer_updates():
+    small = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.GELU()) for _ in range(4)])
+    example: Any = {"example_args": (torch.randn(8, 60),), "optimizer": "AdamW", "precision": "bf16"}
+    for memory in (60_000, None):
+        usual, least = (
+            megatrain.plan(small, device_memory=memory, offload=filed, **example) for filed in (False, True)
+        )
+        said = [help for help in usual.host.helps if help.startswith("offload=")]
+        enough = f"offload= a folder on a fast disk: then {format_bytes(least.host.total_bytes)} are enough"
+        assert said == ([] if memory == 10_000_000 else [enough])
+        assert bool(usual.schedule.device_updates) == (memory == 10_000_000)
+
+
 def test_where_the_host_has_room_for_all_state_the_plan_is_that_without_a_file_and_says_so():
     usual = planned(hardware=MACHINE, max_grad_norm=1.0)
     room = usual.host.total_bytes
