@@ -186,8 +186,8 @@ FAULTS: list[Fault] = [
     Fault(
         "a prepared update reads a gradient in the dtype of an earlier one",
         "optim/prepared.py",
-        "[form_of(gradient) for gradient in gradients] != self._forms",
-        "[form_of(gradient)[1:] for gradient in gradients] != [form[1:] for form in self._forms]",
+        "[form_of(gradient) for gradient in given] != self._forms",
+        "[form_of(gradient)[1:] for gradient in given] != [form[1:] for form in self._forms]",
         (f"{PREPARED}::test_prepared_updates_leave_what_updates_made_anew_leave",),
     ),
     Fault(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from random import Random
 
 import pytest
 from hypothesis import given
@@ -18,10 +17,9 @@ from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Position
 from megatrain.scheduler.workload import Workload
 from tests.draws import draws
-from tests.scheduler.mutations import mutants, with_cells, with_figures
-from tests.scheduler.symbolic import Harm, find_harm
-from tests.scheduler.test_instructions import is_rejected as is_refused
-from tests.scheduler.test_instructions import mutants as other_instructions
+from tests.scheduler.every_other import num_rejected
+from tests.scheduler.mutations import with_cells, with_figures
+from tests.scheduler.symbolic import find_harm
 from tests.scheduler.workloads import LAYER, assert_checked_and_read_back, trained, with_room_for_state
 
 WORK, SMALL = (with_room_for_state(trained(count)) for count in (5, 3))
@@ -70,21 +68,7 @@ def test_any_blocks_may_be_updated_there_and_neither_their_weights_nor_gradients
 def test_every_other_table_is_refused_or_harmless_and_all_other_instructions_are_refused(
     plan: Schedule, seed: int, fits: bool
 ):
-    rejected = 0
-    for name, mutant in mutants(plan, Random(seed)):
-        mutant = with_figures(mutant) if fits else mutant
-        try:
-            mutant.check()
-        except ScheduleError:
-            rejected += 1
-            continue
-        try:
-            find_harm(mutant, SMALL, seed=seed)
-        except Harm as harm:
-            raise AssertionError(f"{name}: {harm}\n{plan}\n{mutant}") from harm
-    assert rejected > 100
-    made = plan.instructions
-    assert [name for name, other in other_instructions(made, Random(seed)) if not is_refused(plan, other)] == []
+    assert num_rejected(plan, SMALL, seed, fits=fits) > 100
 
 
 def test_an_update_there_that_does_not_follow_the_norm_is_refused():

@@ -358,12 +358,17 @@ for number in range(6):
 """
 
 
+def killed(program: str, place: Path) -> None:
+    """Runs a program that ends itself by SIGKILL; its file is gone with it."""
+    found = subprocess.run([sys.executable, "-c", program, str(place)], cwd=ROOT, check=False)
+    assert found.returncode == -signal.SIGKILL
+    assert list(FOLDER.glob("megatrain-*")) == []
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
 def test_a_run_that_is_killed_in_a_write_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    found = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "run")], cwd=ROOT, check=False)
-    assert found.returncode == -signal.SIGKILL
-    assert list(FOLDER.glob("megatrain-*")) == []
+    killed(KILLED, tmp_path / "run")
     results = []
     for place, offload in ((None, None), (tmp_path / "run", FOLDER)):
         compiled, optimizer = small(coded)
