@@ -44,6 +44,8 @@ static void piece_of(const int64_t *tensor, const float *scalars, int64_t start,
     const float scale = scalars[0], decay = scalars[1], weight = scalars[2], beta2 = scalars[3];
     const float rest2 = scalars[4], correction = scalars[5], eps = scalars[6], size = scalars[7];
     const int is_near = weight < 0.5f;
+    /* Not in the loop: gcc makes no vectors of a choice in which an operation could trap. */
+    const float toward = is_near ? weight : weight - 1.0f;
     if (low && tensor[3]) {
         UPDATE(JOIN, NARROW, SPLIT)
     } else if (low) {

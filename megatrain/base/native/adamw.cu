@@ -28,6 +28,7 @@ extern "C" __global__ void adamw(void *first, int16_t *low, const void *gradient
     const float scale = (float)scale_, decay = (float)decay_, weight = (float)weight_, beta2 = (float)beta2_;
     const float rest2 = (float)rest2_, correction = (float)correction_, eps = (float)eps_, size = (float)size_;
     const int is_near = weight < 0.5f;
+    const float toward = is_near ? weight : weight - 1.0f;
     if (is_split && is_narrow) {
         STEP(JOIN, NARROW, SPLIT)
     } else if (is_split) {

@@ -9,7 +9,7 @@
 #define STEP(LOAD, GRADIENT, STORE)                                                                            \
     float g = (GRADIENT) * scale;                                                                              \
     float p = (LOAD) * decay;                                                                                  \
-    float m = is_near ? fmaf(weight, g - mean[i], mean[i]) : fmaf(weight - 1.0f, g - mean[i], g);              \
+    float m = fmaf(toward, g - mean[i], is_near ? mean[i] : g);                                                \
     float v = fmaf(rest2 * g, g, square[i] * beta2);                                                           \
     float denominator = sqrtf(v) / correction + eps;                                                           \
     p = p + size * m / denominator;                                                                            \
