@@ -17,7 +17,9 @@ from torch import nn
 import megatrain
 from megatrain.errors import ExecuteError
 from megatrain.optim.blockwise import BlockOptimizer
+from megatrain.optim.masters.registry import Kind
 from megatrain.optim.need import names
+from megatrain.optim.trained_model import TrainedModel
 from megatrain.planning.host_plan import HostPlan, HostRow, host_plan
 from tests.models import MODELS, Gpt
 from tests.runtime.parity import loss_of
@@ -45,7 +47,7 @@ def step(compiled: megatrain.CompiledModule, optimizer: torch.optim.Optimizer, a
 def check_figures(model: nn.Module, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, **options: Any) -> None:
     compiled = megatrain.compile(model, device="cpu", **options)
     variant = compiled.prepare(*args, **kwargs)
-    plan = host_plan(variant.program, variant.schedule, model, optimizer)
+    plan = host_plan(variant.program, variant.schedule, TrainedModel.of(model, optimizer=optimizer))
     step(compiled, optimizer, args, kwargs)
     store = compiled.megatrain.engine.store
     assert store is not None
@@ -58,13 +60,13 @@ def check_figures(model: nn.Module, optimizer: torch.optim.Optimizer, args: Any,
     assert (
         0 <= plan.bytes_of("gradients") - bytes_of(gradients) < 64 * (len(gradients) + 1)
     )  # each in a room of its own
-    exact = host_plan(variant.program, variant.schedule, model, optimizer, on_host=True)
+    exact = host_plan(variant.program, variant.schedule, TrainedModel.of(model, optimizer=optimizer), on_host=True)
     assert exact.bytes_of("gradients") == bytes_of(gradients)
     kept = [t for state in optimizer.state.values() for t in state.values()]
     assert plan.bytes_of(type(optimizer).__name__) == bytes_of(kept)
     assert plan.num_parameters == sum(p.numel() for p in model.parameters())
     assert not plan.is_estimate
-    again = host_plan(variant.program, variant.schedule, model, optimizer)
+    again = host_plan(variant.program, variant.schedule, TrainedModel.of(model, optimizer=optimizer))
     assert again.rows == plan.rows
     held = (
         plan.total_bytes
@@ -128,7 +130,7 @@ def test_what_waits_and_what_is_parked_is_what_the_schedule_says(updates: str, c
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
     options = {"updates": updates, "clip": clip, "micro_batches": 3, "keep": 1, "transfer": transfer}
     program, schedule = whole_step(model, torch.ones(8, 64), **options)
-    plan = host_plan(program, schedule, model)
+    plan = host_plan(program, schedule, TrainedModel.of(model))
     assert plan.bytes_of("slab") == 0, "gradients land where they wait"
     assert plan.bytes_of("gradients") + plan.bytes_of("parks") == schedule.host_bytes
     assert plan.bytes_of("parks") == (3 * 4 * 8 * 64 * 4 if transfer == "copy" else 0)
@@ -138,7 +140,7 @@ def test_what_waits_and_what_is_parked_is_what_the_schedule_says(updates: str, c
 
 
 @pytest.mark.parametrize(("name", "masters"), [("AdamW", "exact"), ("AdamW8bit", "exact"), ("SGD", "rounded")])
-def test_rows_in_bf16_are_what_a_step_leaves(name: str, masters: str):
+def test_rows_in_bf16_are_what_a_step_leaves(name: str, masters: Kind):
     model, ids = Gpt(width=64), torch.randint(0, 32, (2, 8))
     model.positions.requires_grad_(False)
     model.register_parameter("unused", nn.Parameter(torch.zeros(10)))
@@ -147,7 +149,12 @@ def test_rows_in_bf16_are_what_a_step_leaves(name: str, masters: str):
     optimizer = made(model.parameters(), **({"momentum": 0.9} if name == "SGD" else {}))
     step = megatrain.TrainStep(compiled, optimizer, loss=lambda logits, _: logits.square().mean())
     schedule = step.prepare(ids)
-    plan = host_plan(compiled.program, schedule, model, optimizer, precision="bf16", masters=compiled.masters)
+
+    def planned() -> HostPlan:
+        trained, held_bytes = TrainedModel.of(model, masters, optimizer), compiled.masters.held_bytes
+        return host_plan(compiled.program, schedule, trained, held_bytes=held_bytes)
+
+    plan = planned()
     step(ids)
     assert compiled.megatrain.engine.store is not None
     assert plan.bytes_of("parameters") + plan.bytes_of("buffers") == compiled.megatrain.engine.store.nbytes
@@ -157,7 +164,7 @@ def test_rows_in_bf16_are_what_a_step_leaves(name: str, masters: str):
     undo = step._setup.updates._undo._memory.numel()
     num_tensors = 4 * len(list(model.parameters()))  # each copy begins at a multiple of 64 bytes
     assert undo <= plan.bytes_of("update scratch") + 64 * num_tensors
-    again = host_plan(compiled.program, schedule, model, optimizer, precision="bf16", masters=compiled.masters)
+    again = planned()
     assert again.rows == plan.rows
     lasting = ("parameters", "low halves", name)
     assert 0 <= sum(map(plan.bytes_of, lasting)) - again.held_bytes + 20 < 64 * len(list(model.parameters()))
@@ -169,7 +176,7 @@ def test_rows_in_bf16_are_what_a_step_leaves(name: str, masters: str):
 def small() -> HostPlan:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)))
     program, schedule = whole_step(model, torch.ones(8, 64), keep=1)
-    return host_plan(program, schedule, model, "AdamW")
+    return host_plan(program, schedule, TrainedModel.of(model, optimizer="AdamW"))
 
 
 def test_an_estimate_says_so():

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatrain.base.counts import counted
 from megatrain.base.host_limits import return_free_memory
@@ -21,10 +20,9 @@ from megatrain.errors import OptimizerError, OptionError
 from megatrain.files.scratch_file import FileRange, ScratchFile
 from megatrain.optim.fast import fast_path
 from megatrain.optim.fast.adamw import InOnePass
-from megatrain.optim.masters.narrow_model import narrow_entries
-from megatrain.optim.need import OptimizerLike, over
+from megatrain.optim.masters.halves import WholeMaster
 from megatrain.optim.proxy import Optimizer, empty
-from megatrain.tracer.inventory import inventory
+from megatrain.optim.trained_model import TrainedModel
 from megatrain.tracer.spec import TensorSpec
 
 
@@ -130,39 +128,28 @@ def _place(path: InOnePass, spec: TensorSpec) -> StatePlace:
     return StatePlace(0, aligned(end, PAGE), tuple(state), fields)
 
 
-def moment_layout(
-    model: nn.Module, optimizer: OptimizerLike | None, *, precision: str, masters: str = "exact"
-) -> MomentLayout:
-    """Lays out the state of optimizers of a model in a file.
-
-    Args:
-        model: The model; its parameters may be on meta.
-        optimizer: An optimizer, several of them, a class, or a name in `torch.optim`.
-        precision: As of `compile`.
-        masters: The kind of masters of bf16 parameters.
+def moment_layout(model: TrainedModel) -> MomentLayout:
+    """Lays out the state of a model's optimizers in a file.
 
     Raises:
-        OptionError: If there is no optimizer, or its class can't be made over all parameters.
-        OptimizerError: If the state of a parameter can't be in a file, or two optimizers hold the same.
+        OptionError: If there is no optimizer.
+        OptimizerError: If the state of a parameter can't be in a file.
     """
-    if optimizer is None:
+    if not model.optimizers:
         raise OptionError(
             "offload without an optimizer says nothing.\n  The optimizer's state is what a file has between updates.\n"
             '  Give optimizer="AdamW", say.'
         )
-    entries, tensors = inventory(model)
-    optimizers, parameters = over(optimizer, entries, tensors)
-    entries = narrow_entries(entries) if precision == "bf16" else entries
-    trained = {key: e.spec for key, e in entries.items() if e.kind == "parameter" and e.requires_grad}
-    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    trained, parameters = {key: entry.spec for key, entry in model.trained.items()}, model.parameters
+    held = {id(p) for each in model.optimizers for group in each.param_groups for p in group["params"]}
     narrow = [key for key, spec in trained.items() if spec.dtype == torch.bfloat16 and id(parameters[key]) in held]
-    if precision != "bf16" and narrow:
+    if model.master is WholeMaster and narrow:
         raise OptimizerError(
             f"the state of `{narrow[0]}`, {trained[narrow[0]]}, can't be in a file: it has no master.\n"
             '  In precision="fp32" the optimizer\'s own code updates bf16 parameters.\n'
             '  Use precision="bf16", or leave offload out.'
         )
-    return MomentLayout.of(optimizers, {key: (parameters[key], spec) for key, spec in trained.items()})
+    return MomentLayout.of(model.optimizers, {key: (parameters[key], spec) for key, spec in trained.items()})
 
 
 class Moments:

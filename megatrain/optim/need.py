@@ -153,12 +153,14 @@ class OptimizerNeed:
         scratch_bytes: The largest temporary memory of one block's update, with the copies made before it.
         undo_bytes: Of these the copies; their memory stays from block to block.
         is_estimate: The optimizer's code wasn't run, or failed on tensors without memory.
+        at_once: The class whose code has all parameters at once, as it isn't known to be per parameter.
     """
 
     state: Mapping[str, int]
     scratch_bytes: int
     undo_bytes: int = 0
     is_estimate: bool = False
+    at_once: str | None = None
 
 
 def optimizer_need(
@@ -217,7 +219,7 @@ def optimizer_need(
         if parameter not in seen:
             _add(state, _bytes_by_name(held))
     is_estimate = is_at_once or any(part.is_estimate for part in known.values())
-    return OptimizerNeed(state, scratch + undo, undo, is_estimate)
+    return OptimizerNeed(state, scratch + undo, undo, is_estimate, type(optimizer).__name__ if is_at_once else None)
 
 
 def _guessed(optimizer: Optimizer, members: Sequence[Updated]) -> Mapping[str, int]:
@@ -243,7 +245,8 @@ def joint_need(
         _add(state, {f"{type(optimizer).__name__}.{name}": nbytes for name, nbytes in need.state.items()})
     undo = max(need.undo_bytes for need in needs)
     scratch = undo + max(need.scratch_bytes - need.undo_bytes for need in needs)
-    return OptimizerNeed(state, scratch, undo, any(need.is_estimate for need in needs))
+    at_once = next((need.at_once for need in needs if need.at_once is not None), None)
+    return OptimizerNeed(state, scratch, undo, any(need.is_estimate for need in needs), at_once)
 
 
 def _path(optimizer: Optimizer, member: Updated, group: int) -> FastPath | None:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
 from megatrain.base.checks import checked, count, optional
 from megatrain.base.counts import counted
@@ -17,18 +16,16 @@ from megatrain.device import is_on_host
 from megatrain.device.host_pages import gives_back
 from megatrain.errors import ExecuteError, OptimizerError
 from megatrain.optim.fast.adamw import AdamWInOnePass
-from megatrain.optim.masters.halves import Master, RoundedMaster, SplitMaster, WholeMaster
-from megatrain.optim.masters.narrow_model import narrow_entries
-from megatrain.optim.masters.registry import Masters
+from megatrain.optim.masters.halves import WholeMaster
 from megatrain.optim.moments import MomentLayout, moment_layout
-from megatrain.optim.need import OptimizerLike, OptimizerNeed, Updated, joint_need, over
-from megatrain.optim.per_parameter import is_per_parameter
+from megatrain.optim.need import OptimizerNeed
+from megatrain.optim.trained_model import TrainedModel
 from megatrain.passes.program import Program
 from megatrain.runtime.loaded import Facts
 from megatrain.scheduler.builder.moments import buffer_bytes, spared_bytes
 from megatrain.scheduler.from_program import filed_state, updated_bytes
 from megatrain.scheduler.schedule import Schedule
-from megatrain.tracer.inventory import StateEntry, inventory
+from megatrain.tracer.inventory import StateEntry
 from megatrain.tracer.packing import plain_tensors
 
 CACHE = "cache of files"
@@ -146,49 +143,36 @@ def in_columns(rows: Sequence[Sequence[str]], num_texts: int = 1) -> list[str]:
     return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
-MASTER_OF: Mapping[str, type[Master]] = {"whole": WholeMaster, "exact": SplitMaster, "rounded": RoundedMaster}
-"""The kind of master of bf16 parameters, by the name of the option."""
-
-
 def host_plan(
     programs: Program | Sequence[Program],
     schedule: Schedule,
-    model: nn.Module,
-    optimizer: OptimizerLike | None = None,
+    model: TrainedModel,
     *,
-    precision: str = "fp32",
-    masters: Masters | str = "exact",
     on_host: bool = False,
     in_files: Collection[str] = (),
     vacated_bytes: int = 0,
     moments: MomentLayout | None = None,
     mapped: Collection[int] = (),
+    held_bytes: int = 0,
 ) -> HostPlan:
     """Adds up the host memory that the steps of a model take; allocates nothing.
 
     Args:
         programs: All captures of the model that share the store.
         schedule: Of the step. Without updates or a norm in it, gradients are the tensors in `.grad`.
-        model: The model; its parameters may be on meta.
-        optimizer: Over the model's parameters, or a list of several; None for none.
-        precision: `"fp32"`, or `"bf16"` for bf16 parameters over fp32 masters, whether or not they are bf16 yet.
-        masters: Masters of bf16 parameters: `"exact"` (with low halves) or `"rounded"` (without). Or the masters
-            themselves, `compiled.masters`.
+        model: The model and its optimizers, or none of these.
         on_host: The compute device is the host, so the schedule's device memory is host memory too.
         in_files: Keys of parameters that stay in their files; those that are trained don't count.
         vacated_bytes: Of tensors whose values the device has, so that they take no memory of the host now.
         moments: The state of optimizers that may be in a file between updates; the schedule says of which blocks.
         mapped: Identities of tensors whose values are in the file now.
+        held_bytes: Of low halves and buffers that the process has.
 
     Raises:
-        OptionError: If the class of an optimizer can't be made over all parameters.
-        OptimizerError: If an optimizer's `step` needs a closure, the size of its state can't be found out, or two
-            hold the same parameter.
+        OptimizerError: If an optimizer's `step` needs a closure, or the size of its state can't be found out.
     """
-    kind = masters.kind if isinstance(masters, Masters) else masters
     programs = (programs,) if isinstance(programs, Program) else tuple(programs)
-    entries, tensors = inventory(model)
-    entries = narrow_entries(entries) if precision == "bf16" else entries
+    entries, tensors, low_bytes = model.entries, model.tensors, model.low_bytes
     frozen = {key: entries[key].spec.nbytes for key in in_files if key in entries and not entries[key].requires_grad}
     there = set() if on_host else _on_device(programs[0], schedule)
     filed = (
@@ -196,28 +180,24 @@ def host_plan(
     )
     rows = [*_state_rows(programs, {key: entry for key, entry in entries.items() if key not in {*frozen, *there}})]
     rows.append((CACHE, _CACHED * largest_read(programs, frozen)))
-    master = MASTER_OF[kind] if precision == "bf16" else WholeMaster
-    low_bytes = {key: 2 * e.spec.numel for key, e in entries.items() if master is SplitMaster and _is_trained_bf16(e)}
     rows.append(("low halves", sum(nbytes for key, nbytes in low_bytes.items() if key not in there)))
     own = [tensor for key, tensor in tensors.items() if key not in frozen]
     held: list[torch.Tensor] = [*own, *(t.grad for t in tensors.values() if t.grad is not None)]
-    need, at_once, first_bytes, may_file, away = OptimizerNeed({}, 0), None, 0, 0, dict[str, int]()
-    if optimizer is not None:
-        optimizers, parameters = over(optimizer, entries, tensors)
-        blocks = _updates(programs, entries, parameters, master)
-        need = joint_need(optimizers, blocks, undoes=schedule.kind.updates != "none", scales=schedule.kind.clip)
-        at_once = next((type(each).__name__ for each in optimizers if not is_per_parameter(each)), None)
-        states = (state for each in optimizers for state in each.state.values())
+    need, first_bytes, may_file, away = OptimizerNeed({}, 0), 0, 0, dict[str, int]()
+    if model.optimizers:
+        blocks = [keys for program in programs for keys in _trained(program)]
+        need = model.need(blocks, undoes=schedule.kind.updates != "none", scales=schedule.kind.clip)
+        states = (state for each in model.optimizers for state in each.state.values())
         values = (value for state in states for value in dict(state).values() if id(value) not in mapped)
         own = [value for value in values if isinstance(value, torch.Tensor)]
         held += own
-        away = _moments(optimizers, {id(parameters[key]): entries[key].spec.numel for key in there})
+        away = _moments(model.optimizers, {id(model.parameters[key]): entries[key].spec.numel for key in there})
         need = replace(need, state={name: nbytes - away.get(name, 0) for name, nbytes in need.state.items()})
         need = replace(need, state=_in_memory(need.state, filed))
         rows += need.state.items()
         # With a file the device updates no block, and the host has all of them again.
         if moments is None and not there:
-            may_file = _spared_in_file(programs[0], model, optimizer, need.state, precision)
+            may_file = _spared_in_file(programs[0], model, need.state)
         # What isn't there yet when the first step brings blocks to the device.
         first_bytes = need.scratch_bytes + max(0, sum(need.state.values()) - _held_bytes(own))
     rows += [*_step_rows(programs, entries, schedule, on_host=on_host), ("update scratch", need.scratch_bytes)]
@@ -226,11 +206,10 @@ def host_plan(
     rows.append((BROUGHT, max(0, brought - first_bytes - vacated_bytes)))
     kept = tuple(HostRow(name, nbytes) for name, nbytes in rows if nbytes)
     num_parameters = sum(e.spec.numel for e in entries.values() if e.kind == "parameter")
-    held_bytes = _held_bytes(held) + (masters.held_bytes if isinstance(masters, Masters) else 0) - vacated_bytes
+    held_bytes += _held_bytes(held) - vacated_bytes
     apart = sum(frozen.values()), 0 if filed is None else filed.nbytes, brought + sum(away.values())
     plan = HostPlan(kept, num_parameters, held_bytes, (), need.is_estimate, *apart)
-    state_bytes, can_narrow = sum(need.state.values()), precision == "fp32"
-    return replace(plan, helps=_helps(plan, schedule, state_bytes, may_file, can_narrow=can_narrow, at_once=at_once))
+    return replace(plan, helps=_helps(plan, schedule, need, may_file, can_narrow=model.master is WholeMaster))
 
 
 def _on_device(program: Program, schedule: Schedule) -> set[str]:
@@ -248,12 +227,10 @@ def _moments(optimizers: Sequence[torch.optim.Optimizer], numels: Mapping[int, i
     return found
 
 
-def _spared_in_file(
-    program: Program, model: nn.Module, optimizer: OptimizerLike, state: Mapping[str, int], precision: str
-) -> int:
+def _spared_in_file(program: Program, model: TrainedModel, state: Mapping[str, int]) -> int:
     """The memory of the host that isn't needed if all of an optimizer's state is in a file; 0 if it can't be."""
     try:
-        layout = moment_layout(model, optimizer, precision=precision)
+        layout = moment_layout(model)
     except OptimizerError:
         return 0
     sizes = {b: nbytes for b, nbytes in enumerate(updated_bytes(program, layout.sizes)) if nbytes}
@@ -266,10 +243,6 @@ def _in_memory(state: Mapping[str, int], filed: MomentLayout | None) -> dict[str
     of_file = (lambda _: 0) if filed is None else filed.bytes_of
     left = {name: nbytes - of_file(name.partition(".")[2]) for name, nbytes in state.items()}
     return {name: nbytes for name, nbytes in left.items() if nbytes > 0}
-
-
-def _is_trained_bf16(entry: StateEntry) -> bool:
-    return entry.kind == "parameter" and entry.requires_grad and entry.spec.dtype == torch.bfloat16
 
 
 def _state_rows(programs: Sequence[Program], entries: Mapping[str, StateEntry]) -> Iterator[tuple[str, int]]:
@@ -301,26 +274,6 @@ def _trained(program: Program) -> list[list[str]]:
     facts = Facts.of(program, is_training=True)
     parts = {part.key for part in facts.parts}
     return [[key for key in keys if key not in parts] for keys in facts.completes]
-
-
-def _updates(
-    programs: Sequence[Program],
-    entries: Mapping[str, StateEntry],
-    parameters: Mapping[str, torch.Tensor],
-    master: type[Master],
-) -> list[list[Updated]]:
-    """The parameters of each update; parameters that only later captures train join with their blocks."""
-    seen: set[str] = set()
-    found: list[list[Updated]] = []
-    for keys in (keys for program in programs for keys in _trained(program)):
-        block: list[Updated] = []
-        for key in (key for key in keys if key not in seen):
-            spec, has_master = entries[key].spec, master is not WholeMaster and _is_trained_bf16(entries[key])
-            wide = replace(spec, dtype=torch.float32) if has_master else spec
-            block.append(Updated(parameters[key], wide, master if has_master else WholeMaster))
-        seen.update(keys)
-        found.append(block)
-    return found
 
 
 def _step_rows(
@@ -360,14 +313,14 @@ def _held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _helps(
-    plan: HostPlan, schedule: Schedule, state_bytes: int, may_file: int, *, can_narrow: bool, at_once: str | None
+    plan: HostPlan, schedule: Schedule, need: OptimizerNeed, may_file: int, *, can_narrow: bool
 ) -> tuple[str, ...]:
     """Yields ways to take less memory, with the bytes that each could save."""
-    gradients, parks = plan.bytes_of("gradients"), plan.bytes_of("parks")
+    gradients, parks, state = plan.bytes_of("gradients"), plan.bytes_of("parks"), sum(need.state.values())
     found: list[str] = []
-    if at_once is not None:
+    if need.at_once is not None:
         all_at_once = format_bytes(gradients + plan.bytes_of("update scratch"))
-        promise = f"megatrain.optim.per_parameter.register({at_once}), if it updates each parameter by itself"
+        promise = f"megatrain.optim.per_parameter.register({need.at_once}), if it updates each parameter by itself"
         found.append(f"{promise}: gradients and copies ({all_at_once}) are then those of some blocks")
     elif gradients and schedule.kind.updates in ("serial", "deferred"):
         how = "overlap=True without clipping" if schedule.kind.clip else "overlap=True"
@@ -376,8 +329,8 @@ def _helps(
         found.append(f'precision="bf16": gradients and parks ({format_bytes(gradients + parks)}) take half')
     if parks:
         found.append(f"fewer or smaller micro-batches, or more device memory: less is parked ({format_bytes(parks)})")
-    if state_bytes > plan.num_parameters:
-        found.append(f"an optimizer with less state ({format_bytes(state_bytes)}), such as AdamW8bit, Adafactor or SGD")
+    if state > plan.num_parameters:
+        found.append(f"an optimizer with less state ({format_bytes(state)}), such as AdamW8bit, Adafactor or SGD")
     if may_file > 0:
         found.append(f"offload= a folder on a fast disk: then {format_bytes(plan.total_bytes - may_file)} are enough")
     if schedule.kind.mode == "train":

@@ -25,9 +25,11 @@ from megatrain.hardware.machine import HARDWARE, machine_of
 from megatrain.hardware.presets import PRESETS
 from megatrain.optim.blockwise import takes_turns
 from megatrain.optim.fast.on_device import why_not
+from megatrain.optim.masters.halves import RoundedMaster
 from megatrain.optim.masters.narrow_model import narrow_entries
 from megatrain.optim.moments import moment_layout
-from megatrain.optim.need import OPTIMIZER, OptimizerLike, over
+from megatrain.optim.need import OPTIMIZER, OptimizerLike
+from megatrain.optim.trained_model import TrainedModel
 from megatrain.passes.measure import KnownCosts
 from megatrain.passes.pipeline import PASSES, Rewrite
 from megatrain.passes.program import Program
@@ -46,7 +48,7 @@ from megatrain.planning.step_programs import StepPrograms, undisturbed
 from megatrain.scheduler.builder.build import STEP
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
-from megatrain.tracer.inventory import StateEntry, inventory
+from megatrain.tracer.inventory import inventory
 from megatrain.tracer.recording.sandbox import swapped_state
 from megatrain.tracer.source_line import original
 from megatrain.tracer.spec import DEVICE, EXAMPLE_ARGS, EXAMPLE_KWARGS, MODEL
@@ -62,18 +64,12 @@ class _Capture:
     """A captured step.
 
     Args:
-        entries: The model's state by key, in the dtypes in which a step has it.
-        tensors: The same, as it is.
-        is_narrow: fp32 parameters are bf16 in a step.
         programs: The blocks, as they are and rewritten.
         loss_bytes: The device memory that the loss takes.
         num_tokens: Of the example; None if it has no token ids.
     """
 
     model: nn.Module
-    entries: Mapping[str, StateEntry]
-    tensors: Mapping[str, torch.Tensor]
-    is_narrow: bool
     programs: StepPrograms
     loss_bytes: int
     num_tokens: int | None
@@ -105,13 +101,13 @@ class Planner:
         self._source.check()
         sizes = {**self._source.sizes, **(sizes or {})}
         found = self._captured(limits, sizes)
-        updates, why_host = _ways_of_updates(limits, found)
-        kinds = {"precision": limits.precision, "masters": limits.masters}
-        layout = moment_layout(found.model, limits.optimizer, **kinds) if limits.offload else None
+        model = TrainedModel.of(found.model, limits.master_kind, limits.optimizer)
+        updates, why_host = _ways_of_updates(limits, model)
+        layout = moment_layout(model) if limits.offload else None
         filed = {} if layout is None else layout.sizes
         least = ALL if filed and not limits.knows_host else 0
         limits = replace(limits, updates_there=not why_host, filed=filed, least_filed_bytes=least)
-        made, host, reads = self._with_files(found, replace(limits, layout=layout), updates)
+        made, host, reads = self._with_files(found, model, replace(limits, layout=layout), updates)
         moments = None if layout is None else MomentTraffic.of(made.schedule, layout.nbytes)
         return Plan(
             made.programs[0],
@@ -129,19 +125,19 @@ class Planner:
         )
 
     def _with_files(
-        self, found: _Capture, limits: StepLimits, updates: Sequence[str]
+        self, found: _Capture, model: TrainedModel, limits: StepLimits, updates: Sequence[str]
     ) -> tuple[StepChoices, HostPlan, FileReads | None]:
         """The fastest plan; one whose frozen weights stay in their files if the host has no room for them."""
-        in_files, memory = _in_files(found, limits), limits.host_memory
+        in_files, memory = _in_files(model, limits), limits.host_memory
         if memory is None or sum(in_files.values()) <= memory:  # else no plan has room
-            made, host = self._with_host_room(found, limits, updates)
+            made, host = self._with_host_room(found, model, limits, updates)
             if memory is None or not in_files or made.too_small is not None or not host.missing_bytes(memory):
                 return made, host, None
         room = memory
 
         def plan(reads: FileReads) -> tuple[StepChoices, HostPlan, FileReads]:
             machine = None if limits.hardware is None else reads.on(limits.hardware)
-            made, host = self._with_host_room(found, replace(limits, hardware=machine), updates, in_files)
+            made, host = self._with_host_room(found, model, replace(limits, hardware=machine), updates, in_files)
             cached = max(0, room - host.total_bytes + host.bytes_of(CACHE))
             return made, host, FileReads.of(made.programs[0], made.schedule, in_files, cached)
 
@@ -150,14 +146,17 @@ class Planner:
         return plan(reads)
 
     def _with_host_room(
-        self, found: _Capture, limits: StepLimits, updates: Sequence[str], in_files: Collection[str] = ()
+        self,
+        found: _Capture,
+        model: TrainedModel,
+        limits: StepLimits,
+        updates: Sequence[str],
+        in_files: Collection[str] = (),
     ) -> tuple[StepChoices, HostPlan]:
         """The fastest plan, or one that takes less memory of the host if it doesn't fit there."""
 
         def with_host(made: StepChoices) -> tuple[StepChoices, HostPlan]:
-            parts = made.programs[0], made.schedule, found.model, limits.optimizer
-            options: Any = {"precision": limits.precision, "masters": limits.masters, "in_files": in_files}
-            return made, host_plan(*parts, **options, moments=limits.layout)
+            return made, host_plan(made.programs[0], made.schedule, model, in_files=in_files, moments=limits.layout)
 
         def tried(updates: str, **changes: Any) -> tuple[StepChoices, HostPlan]:
             kind = _step_kind(found.programs.at(0), limits, updates)
@@ -182,8 +181,6 @@ class Planner:
     def _capture(self, limits: StepLimits, sizes: Mapping[str, int]) -> _Capture:
         model, arguments = self._source.made(sizes)
         few = self._source.few(sizes) if limits.loss is None and not limits.passes else None
-        own, tensors = inventory(model)
-        entries = narrow_entries(own) if limits.precision == "bf16" else own
         with self._of_sizes(sizes):
             capture = partial(captured, limits=limits, is_own_loss=limits.loss is None)
             if few is None:
@@ -191,6 +188,7 @@ class Planner:
                 programs = StepPrograms(traced, limits, self._costs)
             else:
                 traced = capture(*few[:2])
+                entries = TrainedModel.of(model, limits.master_kind).entries
                 programs = StepPrograms(
                     traced, limits, self._costs, Repeated(few[2], entries).program, partial(capture, model, arguments)
                 )
@@ -200,7 +198,7 @@ class Planner:
             args, kwargs = arguments.rebuild(arguments.tensors)
             batch: Any = args[0] if len(args) == 1 and not kwargs else args or kwargs
             loss_bytes = measure_loss(program, traced, arguments.tensors, batch, list, limits.loss, limits.device)
-        return _Capture(model, entries, tensors, entries != own, programs, loss_bytes, num_tokens(arguments))
+        return _Capture(model, programs, loss_bytes, num_tokens(arguments))
 
     @contextmanager
     def _of_sizes(self, sizes: Mapping[str, int]) -> Generator[None]:
@@ -258,7 +256,7 @@ def _in_bf16(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Genera
         yield
 
 
-def _in_files(found: _Capture, limits: StepLimits) -> Mapping[str, int]:
+def _in_files(model: TrainedModel, limits: StepLimits) -> Mapping[str, int]:
     """Bytes of the frozen parameters that can stay in files, by key: those that have no values yet.
 
     None without a figure for the host's memory: such a plan says what all weights take. None where the device shares
@@ -270,18 +268,17 @@ def _in_files(found: _Capture, limits: StepLimits) -> Mapping[str, int]:
         return {}
     frozen = {
         key: entry.spec.nbytes
-        for key, entry in found.entries.items()
+        for key, entry in model.entries.items()
         if entry.kind == "parameter" and not entry.requires_grad and entry.packed_in is None
     }
-    return {key: nbytes for key, nbytes in frozen.items() if found.tensors[key].is_meta}
+    return {key: nbytes for key, nbytes in frozen.items() if model.tensors[key].is_meta}
 
 
-def _ways_of_updates(limits: StepLimits, found: _Capture) -> tuple[tuple[str, ...], str]:
+def _ways_of_updates(limits: StepLimits, model: TrainedModel) -> tuple[tuple[str, ...], str]:
     """When updates may run, the fastest way first; and why the host makes all of them, empty if the device may."""
     if limits.optimizer is None:
         return ("none",), "no optimizer was given"
-    optimizers, parameters = over(limits.optimizer, found.entries, found.tensors)
-    waits, clip = any(map(takes_turns, optimizers)), limits.max_grad_norm is not None
+    waits, clip = any(map(takes_turns, model.optimizers)), limits.max_grad_norm is not None
     device = limits.device if limits.has_device else None
     is_host = device is not None and device.is_host
     ways = updates_allowed(overlap=limits.overlap, waits=waits, clip=clip, spread=not is_host)
@@ -289,10 +286,10 @@ def _ways_of_updates(limits: StepLimits, found: _Capture) -> tuple[tuple[str, ..
         return ways, "the device is the host"
     if ways[0] == "serial":
         return ways, WAITS_FOR_ALL
-    if limits.master_kind == "rounded":
+    if model.master is RoundedMaster:
         return ways, "masters are rounded at random, by numbers of the host"
-    trained = [key for key, entry in found.entries.items() if entry.kind == "parameter" and entry.requires_grad]
-    return ways, why_not(optimizers, map(parameters.__getitem__, trained), device=device, is_narrow=found.is_narrow)
+    trained = map(model.parameters.__getitem__, model.trained)
+    return ways, why_not(model.optimizers, trained, device=device, is_narrow=model.is_narrow)
 
 
 def _step_kind(program: Program, limits: StepLimits, updates: str) -> StepKind:

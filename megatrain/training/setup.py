@@ -27,6 +27,7 @@ from megatrain.optim.fast.on_device import why_not
 from megatrain.optim.moments import Moments, moment_layout
 from megatrain.optim.per_parameter import check_steps
 from megatrain.optim.proxy import Optimizer
+from megatrain.optim.trained_model import TrainedModel
 from megatrain.optim.updates import Updates
 from megatrain.passes.program import Program, trained_holders
 from megatrain.planning.from_files import warn_if_needless
@@ -43,7 +44,6 @@ from megatrain.scheduler.builder.moments import buffer_bytes
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.tracer.arguments import Arguments
-from megatrain.tracer.inventory import inventory
 from megatrain.tracer.traced import TracedModule
 from megatrain.training.batch import MicroBatch, untrained
 from megatrain.training.compiled.inside import Compiled, Variant
@@ -212,10 +212,11 @@ class Setup:
                 "  Ranks share one copy of the optimizer's state, in memory that all of them see.\n"
                 "  Leave offload out, or train in one process."
             )
-        options, model = self._compiled.options, self._compiled.model
-        masters = "rounded" if options.master_kind == "rounded" else "exact"
-        layout = moment_layout(model, self.optimizers, precision=options.precision, masters=masters)
-        return Moments(layout, inventory(model)[1], self.optimizers, folder)
+        model = self._trained_model()
+        return Moments(moment_layout(model), model.tensors, self.optimizers, folder)
+
+    def _trained_model(self) -> TrainedModel:
+        return TrainedModel.of(self._compiled.model, self._compiled.options.master_kind, self.optimizers)
 
     @property
     def threads(self) -> int:
@@ -369,20 +370,17 @@ class Setup:
         options, maps, moments = self._compiled.options, self._compiled.engine.maps, self.moments
         # Before the first step nothing that is in the files of a checkpoint has been written.
         in_maps = maps.nbytes if maps is not None and self.updates is None else 0
-        plan = host_plan(
+        return host_plan(
             _distinct(setting.programs),
             setting.schedule,
-            self._compiled.model,
-            self.optimizers,
-            precision=options.precision,
-            masters=self._compiled.masters,
+            self._trained_model(),
             on_host=options.device.is_host,
             in_files=() if options.weights is None else self._compiled.engine.in_files,
             vacated_bytes=in_maps if self.there is None else self.there.vacated_bytes,
             moments=None if moments is None else moments.layout,
             mapped=() if moments is None else moments.mapped,
+            held_bytes=self._compiled.masters.held_bytes + (0 if moments is None else moments.held_bytes),
         )
-        return plan if moments is None else replace(plan, held_bytes=plan.held_bytes + moments.held_bytes)
 
     def executor(self, setting: Setting) -> Executor | None:
         """Returns the executor of a setting, with `updates` of its blocks.

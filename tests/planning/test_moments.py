@@ -13,6 +13,7 @@ import megatrain
 from megatrain.base.sizes import format_bytes
 from megatrain.errors import ExecuteError, OptimizerError, OptionError, ScheduleError
 from megatrain.optim.moments import moment_layout
+from megatrain.optim.trained_model import TrainedModel
 from megatrain.planning.host_plan import RING
 
 WIDTH, DEPTH = 256, 6
@@ -71,7 +72,7 @@ def test_the_plan_says_traffic_and_wear():
 
 def test_a_layout_prints_where_what_is():
     model = torch.nn.Linear(3, 2, device="meta")
-    layout = moment_layout(model, "AdamW8bit", precision="fp32")
+    layout = moment_layout(TrainedModel.of(model, optimizer="AdamW8bit"))
     assert str(layout).splitlines()[:2] == [
         "moments: 2 parameters, 8192 B",
         "  0+4096  weight: exp_avg_codes i8[2, 3] at 0, exp_avg_sq_codes u8[2, 3] at 64, exp_avg_scales bf16[1] at "

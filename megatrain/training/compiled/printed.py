@@ -16,6 +16,7 @@ from megatrain.device.device_budget import DeviceBudget
 from megatrain.errors import LowerError, OptionError, ScheduleError
 from megatrain.hardware.machine import slot_share, unknown_card
 from megatrain.optim.masters.registry import Masters
+from megatrain.optim.trained_model import TrainedModel
 from megatrain.passes.program import Program
 from megatrain.planning.host_plan import host_plan
 from megatrain.planning.options import Limits
@@ -169,12 +170,6 @@ def _stages(variant: Variant, model: nn.Module, options: Limits, masters: Master
     yield "workload", workload_text(schedule.known_workload())
     yield "schedule", str(schedule)
     yield "instructions", str(schedule.instructions)
-    host = host_plan(
-        variant.program,
-        schedule,
-        model,
-        precision=options.precision,
-        masters=masters,
-        on_host=options.device.is_host,
-    )
+    trained, is_host = TrainedModel.of(model, options.master_kind), options.device.is_host
+    host = host_plan(variant.program, schedule, trained, on_host=is_host, held_bytes=masters.held_bytes)
     yield "plan", str(Plan(variant.program, schedule, host, options.device_memory, None, options.precision))
