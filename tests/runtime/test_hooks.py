@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -201,3 +202,51 @@ def test_an_observer_that_turns_into_more_is_refused(what: str) -> None:
     expected = "a tensor that a forward hook has kept" if what == "keeps a history" else f"forward hook of `0.0` {what}"
     with torch.set_grad_enabled(has_grad), pytest.raises(ExecuteError, match=expected):
         (compiled(torch.zeros(2, 8)).sum() + kept[-1].sum()).backward()
+
+
+class Drawing(nn.Linear):
+    """Draws from Python, so that it runs by its own code."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * random.random()
+
+
+class Counting(nn.Linear):
+    """Reads what hooks have left."""
+
+    def __init__(self, rows: int, columns: int, found: list[float]) -> None:
+        super().__init__(rows, columns)
+        self.found = found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + len(self.found))
+
+
+def _logging(*, is_counting: bool) -> tuple[nn.Sequential, list[float]]:
+    torch.manual_seed(0)
+    found: list[float] = []
+    layers = [nn.Linear(8, 8), Drawing(8, 8), Counting(8, 8, found) if is_counting else nn.Linear(8, 8)]
+    for module in layers[: 2 if is_counting else 3]:
+        module.register_forward_hook(lambda module, given, output: found.append(float(output.detach().sum())))
+    return nn.Sequential(*layers), found
+
+
+def test_hooks_of_a_module_that_runs_again_leave_what_others_leave_in_the_same_list() -> None:
+    results: list[Any] = []
+    for compiles in (False, True):
+        model, found = _logging(is_counting=False)
+        call: Any = megatrain.compile(model, device="cpu") if compiles else model
+        for step in range(3):
+            random.seed(step)
+            call(torch.full((2, 8), 1.0 + step)).sum().backward()
+        results.append((found, [p.grad for p in model.parameters()]))
+    (expected, eager), (found, ours) = results
+    assert found == expected
+    assert len(found) == 9
+    assert all(map(torch.equal, eager, ours))
+
+
+def test_a_list_of_such_hooks_that_the_graph_reads_is_refused() -> None:
+    model, _ = _logging(is_counting=True)
+    with pytest.raises(TraceError, match=r"is changed both by captured code and by code that runs again at each step"):
+        megatrain.compile(model, device="cpu")(torch.ones(2, 8))

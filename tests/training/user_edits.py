@@ -264,7 +264,7 @@ def forward_hook(side: Side, number: int) -> None:
     modules[number % len(modules)].register_forward_hook(lambda module, args, result: result * 2)
 
 
-@edit("hook", "opaque", narrow=True)
+@edit("hook", "opaque", "code that runs again", narrow=True)
 def logging_forward_hook(side: Side, number: int) -> None:
     modules = list(side.model.layers)
     modules[number % len(modules)].register_forward_pre_hook(

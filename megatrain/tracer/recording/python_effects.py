@@ -177,9 +177,9 @@ class Hooks:
         ]
         try:
             if self._attempt.observed:
+                running = running_hooks(self._model, self._attempt)
                 wrap(found for found in sites if found[0] in self._attempt.observed)
-                mine = {id(hook) for hook in self._hooks.values()}
-                self._others = Snapshot(self._model, Outer.of(self._model, without=mine)).holders
+                self._others = Snapshot(self._model, Outer.of(self._model, without=running)).holders
             wrap(found for found in sites if found[0] not in self._attempt.observed)
             yield
         finally:
