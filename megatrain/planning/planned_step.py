@@ -55,6 +55,11 @@ class StepLimits(Limits):
         return self.host_memory not in (None, UNBOUNDED)
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether the device is the host, so that its memory is the host's."""
+        return self.has_device and self.device.is_host
+
+    @property
     def may_compile(self) -> bool:
         """Whether a compiler makes kernels for the device, or for a card that isn't there."""
         return not self.has_device or self.device.has_inductor

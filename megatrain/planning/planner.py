@@ -156,7 +156,8 @@ class Planner:
         """The fastest plan, or one that takes less memory of the host if it doesn't fit there."""
 
         def with_host(made: StepChoices) -> tuple[StepChoices, HostPlan]:
-            return made, host_plan(made.programs[0], made.schedule, model, in_files=in_files, moments=limits.layout)
+            files: Any = {"in_files": in_files, "moments": limits.layout}
+            return made, host_plan(made.programs[0], made.schedule, model, on_host=limits.is_on_host, **files)
 
         def tried(updates: str, **changes: Any) -> tuple[StepChoices, HostPlan]:
             kind = _step_kind(found.programs.at(0), limits, updates)
@@ -263,7 +264,7 @@ def _in_files(model: TrainedModel, limits: StepLimits) -> Mapping[str, int]:
     that memory.
     """
     machine = None if limits.hardware is None else PRESETS.get(limits.hardware.name)
-    is_shared = (limits.has_device and limits.device.is_host) or (machine is not None and machine.is_unified)
+    is_shared = limits.is_on_host or (machine is not None and machine.is_unified)
     if limits.host_memory is None or is_shared:
         return {}
     frozen = {
@@ -280,9 +281,8 @@ def _ways_of_updates(limits: StepLimits, model: TrainedModel) -> tuple[tuple[str
         return ("none",), "no optimizer was given"
     waits, clip = any(map(takes_turns, model.optimizers)), limits.max_grad_norm is not None
     device = limits.device if limits.has_device else None
-    is_host = device is not None and device.is_host
-    ways = updates_allowed(overlap=limits.overlap, waits=waits, clip=clip, spread=not is_host)
-    if is_host:
+    ways = updates_allowed(overlap=limits.overlap, waits=waits, clip=clip, spread=not limits.is_on_host)
+    if limits.is_on_host:
         return ways, "the device is the host"
     if ways[0] == "serial":
         return ways, WAITS_FOR_ALL

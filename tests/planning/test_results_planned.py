@@ -57,7 +57,8 @@ def test_a_plan_with_results_is_shorter_than_the_one_that_recomputes():
 
 
 def test_results_are_not_parked_where_the_host_has_no_room():
-    plan = planned(device_memory=frugal().schedule.device_bytes + MORE, host_memory=frugal().host.total_bytes)
+    device_memory, host_memory = (b + MORE for b in (frugal().schedule.device_bytes, frugal().host.total_bytes))
+    plan = planned(device_memory=device_memory, host_memory=host_memory)
     assert plan.fits
     assert plan.schedule.park_bytes == 0
 
