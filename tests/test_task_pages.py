@@ -255,7 +255,7 @@ def test_each_refusal_is_as_shown_and_each_way_out_works():
             num_refused += 1
         elif language == "python":
             execute(code, found)
-    assert num_refused == 8
+    assert num_refused == 7
 
 
 def test_an_adapter_gets_kohyas_names_and_its_scale():

@@ -82,6 +82,15 @@ def test_a_loss_of_ones_own_decides_what_gets_a_gradient():
         verify(model, *args, **CPU, loss=lambda output: output[0], **kwargs)
 
 
+def test_an_option_that_the_forward_takes_too_is_refused():
+    class Decoder(torch.nn.Module):
+        def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+            return x if memory is None else x + memory
+
+    with pytest.raises(megatrain.OptionError, match="both an option of verify and an argument of the model's forward"):
+        verify(Decoder(), torch.ones(2), memory="10GiB")
+
+
 # -- the model and the world are left alone ----------------------------------------------------------------
 
 
