@@ -79,7 +79,7 @@ def first_fit(builder: Builder, plans: Iterable[Choices], memory: int | None) ->
     tried: list[Choices] = []
     for plan in plans:
         tried.append(plan)
-        if memory is None or builder.table(plan).device_bytes <= memory:
+        if memory is None or builder.device_bytes(plan) <= memory:
             return plan
     assert memory is not None
     raise _too_small(builder, tried, memory, can_park_more=tried[0].keep > 0)
@@ -116,7 +116,7 @@ def _normal_keep(workload: Workload, kind: StepKind, keep: int | None) -> int:
 
 
 def _too_small(builder: Builder, tried: Sequence[Choices], memory: int, *, can_park_more: bool) -> TooSmallError:
-    best = min(tried, key=lambda plan: builder.table(plan).device_bytes)
+    best = min(tried, key=lambda plan: builder.device_bytes(plan))
     table = builder.table(best)
     peak = find_peak(table)
     block = NO_BLOCK if peak.op is None else peak.op.block
