@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 from megatrain.base.checks import Rule, count, one_of, optional
 from megatrain.base.counts import counted
@@ -12,6 +13,7 @@ from megatrain.base.sizes import format_bytes
 from megatrain.errors import ScheduleError, TooSmallError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
+from megatrain.scheduler.builder.bound import step_bound
 from megatrain.scheduler.builder.draft import Builder, Choices, with_late_offloads
 from megatrain.scheduler.builder.search import Freedom, Search, sparing_results, within
 from megatrain.scheduler.builder.stays import alternates, giants
@@ -23,6 +25,10 @@ from megatrain.scheduler.step_kind import KIND_RULES, StepKind
 from megatrain.scheduler.workload import Workload
 
 SMALLER_BLOCKS = "a smaller block_bytes"
+
+
+class NotShorterError(Exception):
+    """No plan of a step that fits is shorter than a known one."""
 
 
 def _fastest(
@@ -163,6 +169,7 @@ def build(
     usual: Hardware | None = None,
     most_result_bytes: int | None = None,
     least_spared_bytes: int = 0,
+    known_s: float = inf,
     recorded: Collection[int] = (),
 ) -> Schedule:
     """Places one step of `workload` on the streams.
@@ -176,6 +183,7 @@ def build(
     the device updates spare the host at least `least_spared_bytes`, or as much as fits.
 
     Raises:
+        NotShorterError: If plans fit, and the bound of all of them on `hardware` isn't below `known_s`.
         ScheduleError: If the workload is inconsistent, or `memory` too small; the message says how much is
             needed at least, and by which block.
 
@@ -204,6 +212,9 @@ def build(
     if num_slots is None and giants(workload):
         starts.insert(1, replace(starts[0], has_giants_alone=True))  # before a single slot
     start = first_fit(builder, starts, memory)
+    is_known = known_s < inf and hardware is not None
+    if is_known and step_bound(builder.effects(start), memory, hardware).seconds >= known_s:
+        raise NotShorterError
     bounds = most_result_bytes, least_spared_bytes
     chosen = _fastest(builder, memory, freedom, start, hardware, usual or usual_machine(), *bounds)
     return schedule_of(builder.table(chosen))

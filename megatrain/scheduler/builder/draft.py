@@ -131,18 +131,16 @@ class Builder:
     def table(self, plan: Choices) -> Table:
         """The table of a plan."""
         if plan not in self._tables:
-            parked = self._parked(plan)
-            table = self._without_figures(plan, parked)
-            self._tables[plan] = with_figures(table, parked, Books(table, effects=self._effects(plan, parked)))
+            books = self.books(plan)
+            self._tables[plan] = with_figures(books.table, self._parked(plan), books)
         return self._tables[plan]
 
     def books(self, plan: Choices) -> Books:
         """What the ops of a plan's table do, and its lifetimes."""
-        parked = self._parked(plan)
-        return Books(self._without_figures(plan, parked), effects=self._effects(plan, parked))
+        return Books(self._without_figures(plan), effects=self.effects(plan))
 
-    def _without_figures(self, plan: Choices, parked: Parks) -> Table:
-        placed = self._place(plan)
+    def _without_figures(self, plan: Choices) -> Table:
+        placed, parked = self._place(plan), self._parked(plan)
         return Table(
             ticks=self._ticks_of(self._runs_of(plan, placed, parked)),
             slots=placed.slots,
@@ -165,6 +163,10 @@ class Builder:
 
     def _parked(self, plan: Choices) -> Parks:
         return self._parking.values(keep=plan.keep, saves=plan.saves, results=plan.results)
+
+    def effects(self, plan: Choices) -> Effects:
+        """What each op of a plan's table does."""
+        return self._effects(plan, self._parked(plan))
 
     def _effects(self, plan: Choices, parked: Parks) -> Effects:
         step = self._step(plan.device_updates)
