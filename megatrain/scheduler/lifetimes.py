@@ -58,8 +58,8 @@ def live_moments(lives: Iterable[Lifetime], num_ticks: int, base: int = 0) -> tu
     found = [
         (each.first, each.last, each.nbytes, group_of(groups, each.item, each.nbytes, each.storage)) for each in lives
     ]
-    columns = np.array(found, np.int64).reshape(-1, 4).T
-    return tuple(_live(*columns, num_ticks, base).tolist())
+    first, last, nbytes, group = np.array(found, np.int64).reshape(-1, 4).T
+    return tuple(_live(first, last, nbytes, group, num_ticks, base).tolist())
 
 
 def _live(first: Ints, last: Ints, nbytes: Ints, group: Ints, num_ticks: int, base: int) -> Ints:
@@ -139,6 +139,10 @@ def _flat(numbers: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
 class Spans:
     """From which moment to which items take memory, by their numbers in `Effects.items`.
 
+    Device memory comes from compute's allocator, where memory that compute releases can be taken at once, in the order
+    of the stream. So what a transfer brings to the device takes its memory when the last op of compute of an earlier
+    tick is over, and the transfer waits for this op.
+
     Args:
         effects: The step.
         ops: All ops, in any order.
@@ -147,6 +151,7 @@ class Spans:
         num_ticks: Of the table.
 
     Attributes:
+        computed: Of each op, the tick of the last op of compute of an earlier tick; -1 if there is none.
         numbers: Of the items that exist at any time.
         first: The first moment of each of these.
         last: The last moment, inclusive.
@@ -161,13 +166,12 @@ class Spans:
         size, compute, end = len(order), order.index(Stream.COMPUTE), MOMENTS * num_ticks - 1
         takes, takers = ops.takes, ops.takers
         is_transfer = ranks != compute
-        # An op takes memory when it begins. What a transfer brings to the device: see `takers`.
         begins, starts = MOMENTS * ticks, size * ticks + ranks
-        computed = np.append(-1, np.sort(ticks[~is_transfer]))
-        taker = computed[np.searchsorted(computed[1:], ticks)]  # the tick of the last op of compute before
+        computes = np.sort(ticks[~is_transfer])
+        self.computed = computed = np.append(-1, computes)[np.searchsorted(computes, ticks)]
         is_brought = is_transfer[takers] & facts.is_on_device[takes]
-        begin = np.where(is_brought, np.maximum(MOMENTS * taker + 1, 0)[takers], begins[takers])
-        start = np.where(is_brought, np.maximum(size * taker + compute, -1)[takers], starts[takers])
+        begin = np.where(is_brought, np.maximum(MOMENTS * computed + 1, 0)[takers], begins[takers])
+        start = np.where(is_brought, np.maximum(size * computed + compute, -1)[takers], starts[takers])
         # The first moment and, of equal ones, the first op.
         scale = size * num_ticks + 1
         never = scale * (end + 2)
@@ -212,6 +216,7 @@ class Books:
 
     Attributes:
         ops: What each op does, in the order of `Table.positions`.
+        spans: From when to when items take memory; see `Spans`.
         lifetimes: Those of all items; see `item_lifetimes`.
     """
 
@@ -223,37 +228,18 @@ class Books:
         ops = [(position, known(*op.key)) for position, op in table.positions()]
         self.ops = [(position, op.effect) for position, op in ops]
         ranks = {stream: rank for rank, stream in enumerate(streams())}
-        places = np.array([(position.tick, ranks[position.stream]) for position, _ in ops], np.int64).reshape(-1, 2).T
-        columns = OpColumns.of([op for _, op in ops])
-        self.spans = Spans(self.effects, columns, *places, len(table.ticks))
+        ticks = np.array([position.tick for position, _ in ops], np.int64)
+        columns, of_ops = OpColumns.of([op for _, op in ops]), [ranks[position.stream] for position, _ in ops]
+        self.spans = Spans(self.effects, columns, ticks, np.array(of_ops, np.int64), len(table.ticks))
         self.lifetimes = item_lifetimes(self.effects, ops, self.spans)
 
     def brought(self) -> Iterator[tuple[Position | None, Position, tuple[Item, ...]]]:
         """What transfers bring to the device: with which op its memory is taken, the transfer, and the items."""
-        for taker, (position, effect) in zip(takers(position for position, _ in self.ops), self.ops, strict=True):
+        for tick, (position, effect) in zip(self.spans.computed.tolist(), self.ops, strict=True):
             made = () if position.stream == Stream.COMPUTE else (*effect.makes, *effect.adds)
             items = tuple([item for item in made if ITEMS[item.kind].memory == "device"])
             if items:
-                yield taker, position, items
-
-
-def takers(positions: Iterable[Position]) -> Iterator[Position | None]:
-    """Per op, the op with which the device memory of what it makes is taken; None for the start of the step.
-
-    All of it comes from compute's allocator, where memory that compute releases can be taken at once, in the order of
-    the stream. So what a transfer brings to the device takes its memory when the last op of compute of an earlier
-    tick is over, and the transfer waits for this op.
-    """
-    earlier: Position | None = None  # the last op of compute of an earlier tick
-    latest: Position | None = None  # and of a tick so far
-    for position in positions:
-        if latest is not None and latest.tick < position.tick:
-            earlier = latest
-        if position.stream == Stream.COMPUTE:
-            latest = position
-            yield position
-        else:
-            yield earlier
+                yield None if tick < 0 else Position(tick, Stream.COMPUTE), position, items
 
 
 def item_lifetimes(effects: Effects, ops: Iterable[tuple[Position, KnownOp]], spans: Spans) -> tuple[Lifetime, ...]:

@@ -27,6 +27,10 @@ from megatrain.scheduler.workload import Workload
 SMALLER_BLOCKS = "a smaller block_bytes"
 
 
+# Of the seconds of a bound.
+_ROUNDING = 1 + 1e-9
+
+
 class NotShorterError(Exception):
     """No plan of a step that fits is shorter than a known one."""
 
@@ -183,7 +187,7 @@ def build(
     the device updates spare the host at least `least_spared_bytes`, or as much as fits.
 
     Raises:
-        NotShorterError: If plans fit, and the bound of all of them on `hardware` isn't below `known_s`.
+        NotShorterError: If plans fit, and the bound of all of them on `hardware` is above `known_s`.
         ScheduleError: If the workload is inconsistent, or `memory` too small; the message says how much is
             needed at least, and by which block.
 
@@ -212,9 +216,9 @@ def build(
     if num_slots is None and giants(workload):
         starts.insert(1, replace(starts[0], has_giants_alone=True))  # before a single slot
     start = first_fit(builder, starts, memory)
-    is_known = known_s < inf and hardware is not None
-    if is_known and step_bound(builder.effects(start), memory, hardware).seconds >= known_s:
-        raise NotShorterError
+    if hardware is not None and known_s < inf:
+        if step_bound(builder.effects(start), memory, hardware).seconds > known_s * _ROUNDING:
+            raise NotShorterError
     bounds = most_result_bytes, least_spared_bytes
     chosen = _fastest(builder, memory, freedom, start, hardware, usual or usual_machine(), *bounds)
     return schedule_of(builder.table(chosen))

@@ -78,7 +78,7 @@ class _Weights(NamedTuple):
     slot_of: tuple[int, ...]
 
 
-class _Run(NamedTuple):
+class _SameOps(NamedTuple):
     """The same op of some micro-batches, or of all at once.
 
     Attributes:
@@ -103,7 +103,7 @@ class Builder:
         self._parking = Parking(workload, kind)
         self._steps: dict[tuple[int, ...], Effects] = {}  # by the blocks that the device updates
         self._placed: dict[Hashable, _Weights] = {}
-        self._runs: dict[Hashable, Sequence[_Run]] = {}
+        self._runs: dict[Hashable, Sequence[_SameOps]] = {}
         self._columns: dict[Hashable, OpColumns] = {}
         self._bytes: dict[Choices, int] = {}
         self._tables: dict[Choices, Table] = {}
@@ -121,7 +121,7 @@ class Builder:
             self._bytes[plan] = int(spans.device_moments(arena_bytes(placed.slots))[1].max(initial=0))
         return self._bytes[plan]
 
-    def _columns_of(self, plan: Choices, effects: Effects, run: _Run) -> OpColumns:
+    def _columns_of(self, plan: Choices, effects: Effects, run: _SameOps) -> OpColumns:
         """What the ops of a run take and use."""
         key = run[:3], len(run.ticks), effects.choice(run.block), plan.device_updates
         if key not in self._columns:
@@ -198,7 +198,7 @@ class Builder:
             self._placed[chosen] = _Weights(head, stays, *place_slots(stays))
         return self._placed[chosen]
 
-    def _runs_of(self, plan: Choices, placed: _Weights, parked: Parks) -> Sequence[_Run]:
+    def _runs_of(self, plan: Choices, placed: _Weights, parked: Parks) -> Sequence[_SameOps]:
         """All ops, which don't depend on the graphs that are retained."""
         known_by = _placing(plan), plan.has_late_offloads, tuple(parked.items())
         if known_by not in self._runs:
@@ -215,11 +215,11 @@ class Builder:
             )
             host = place_host(self.workload, self.kind, rows.ticks, placed.head)
             loads = zip(placed.stays, placed.slot_of, rows.loads, strict=True)
-            runs = [_Run(Stream.H2D, "W", stay.block, (tick,), slot) for stay, slot, tick in loads]
+            runs = [_SameOps(Stream.H2D, "W", stay.block, (tick,), slot) for stay, slot, tick in loads]
             self._runs[known_by] = [*runs, *_other_runs(rows, host)]
         return self._runs[known_by]
 
-    def _ticks_of(self, runs: Sequence[_Run]) -> tuple[Tick, ...]:
+    def _ticks_of(self, runs: Sequence[_SameOps]) -> tuple[Tick, ...]:
         """The rows."""
         cells: list[list[Op]] = [[] for _ in range(1 + max((run.ticks[-1] for run in runs), default=-1))]
         for stream, what, block, ticks, slot in runs:
@@ -263,7 +263,7 @@ def with_figures(table: Table, parked: Parks | None = None, books: Books | None 
     )
 
 
-def _other_runs(rows: Rows, host: HostTicks) -> Iterator[_Run]:
+def _other_runs(rows: Rows, host: HostTicks) -> Iterator[_SameOps]:
     """All ops but `W`."""
     for stream, what, of_blocks in (
         (Stream.H2D, "A", rows.ticks.restore),
@@ -271,7 +271,7 @@ def _other_runs(rows: Rows, host: HostTicks) -> Iterator[_Run]:
         (Stream.COMPUTE, "B", rows.ticks.backward),
         (Stream.D2H, "A", rows.ticks.park),
     ):
-        yield from (_Run(stream, what, block, ticks) for block, ticks in of_blocks.items())
+        yield from (_SameOps(stream, what, block, ticks) for block, ticks in of_blocks.items())
     for stream, what, of_block in (
         (Stream.COMPUTE, "U", rows.ticks.update),
         (Stream.D2H, "G", rows.ticks.offload),
@@ -279,9 +279,9 @@ def _other_runs(rows: Rows, host: HostTicks) -> Iterator[_Run]:
         (Stream.HOST, "U", host.update),
         (Stream.HOST, "S", host.squares),
     ):
-        yield from (_Run(stream, what, block, (tick,)) for block, tick in of_block.items())
+        yield from (_SameOps(stream, what, block, (tick,)) for block, tick in of_block.items())
     if host.norm is not None:
-        yield _Run(Stream.HOST, "N", NO_BLOCK, (host.norm,))
+        yield _SameOps(Stream.HOST, "N", NO_BLOCK, (host.norm,))
 
 
 # Tables of one workload have most ops in common.
