@@ -123,6 +123,7 @@ class OpColumns(NamedTuple):
     @staticmethod
     def joined(parts: Sequence[OpColumns]) -> OpColumns:
         """The ops of all parts, one part after the other."""
+        parts = [OpColumns.of([]), *parts]
         workspace, takes, takers, uses, users = map(np.concatenate, zip(*parts, strict=True))
         before = np.cumsum([0, *(len(part.workspace) for part in parts)])[:-1]
         takers += np.repeat(before, [len(part.takes) for part in parts])

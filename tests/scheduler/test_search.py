@@ -172,6 +172,10 @@ def test_the_bytes_of_a_plan_are_those_of_its_table(workload: Workload, step: di
         assert builder.device_bytes(plan) == builder.table(plan).device_bytes, plan
 
 
+def test_a_step_of_no_blocks_fits_any_memory():
+    assert build(Workload((), (), ()), StepKind(), memory=0).device_bytes == 0
+
+
 def test_no_plan_is_looked_for_that_cant_be_shorter_than_a_known_one():
     works, machine = equal_chain(8, state=64, saved=352, value=32), Hardware(1e4, 1e4, 1e6, 0.0, 1e4)
     kind, options = StepKind(updates="overlap", outputs="release"), {"memory": 2_000, "hardware": machine}

@@ -103,7 +103,7 @@ class Builder:
         self._parking = Parking(workload, kind)
         self._steps: dict[tuple[int, ...], Effects] = {}  # by the blocks that the device updates
         self._placed: dict[Hashable, _Weights] = {}
-        self._runs: dict[Hashable, Sequence[_SameOps]] = {}
+        self._known_ops: dict[Hashable, Sequence[_SameOps]] = {}
         self._columns: dict[Hashable, OpColumns] = {}
         self._bytes: dict[Choices, int] = {}
         self._tables: dict[Choices, Table] = {}
@@ -111,21 +111,20 @@ class Builder:
     def device_bytes(self, plan: Choices) -> int:
         """Those of a plan's table, which isn't made."""
         if plan not in self._bytes:
-            placed, parked = self._place(plan), self._parked(plan)
-            runs, effects = self._runs_of(plan, placed, parked), self._effects(plan, parked)
-            columns = OpColumns.joined([self._columns_of(plan, effects, run) for run in runs])
-            ticks = np.array([tick for run in runs for tick in run.ticks], np.int64)
+            groups, effects = self._ops(plan), self.effects(plan)
+            columns = OpColumns.joined([self._columns_of(plan, effects, ops) for ops in groups])
+            ticks = np.array([tick for ops in groups for tick in ops.ticks], np.int64)
             ranks = {stream: rank for rank, stream in enumerate(streams())}
-            of_runs = np.repeat([ranks[run.stream] for run in runs], [len(run.ticks) for run in runs])
-            spans = Spans(effects, columns, ticks, of_runs, 1 + int(ticks.max(initial=-1)))
-            self._bytes[plan] = int(spans.device_moments(arena_bytes(placed.slots))[1].max(initial=0))
+            of_ops = np.array([ranks[ops.stream] for ops in groups for _ in ops.ticks], np.int64)
+            spans = Spans(effects, columns, ticks, of_ops, 1 + int(ticks.max(initial=-1)))
+            self._bytes[plan] = int(spans.device_moments(arena_bytes(self._place(plan).slots))[1].max(initial=0))
         return self._bytes[plan]
 
-    def _columns_of(self, plan: Choices, effects: Effects, run: _SameOps) -> OpColumns:
-        """What the ops of a run take and use."""
-        key = run[:3], len(run.ticks), effects.choice(run.block), plan.device_updates
+    def _columns_of(self, plan: Choices, effects: Effects, ops: _SameOps) -> OpColumns:
+        """What the same op of some micro-batches takes and uses."""
+        key = ops[:3], len(ops.ticks), effects.choice(ops.block), plan.device_updates
         if key not in self._columns:
-            self._columns[key] = OpColumns.of([effects.known(*run[:3], number) for number in range(len(run.ticks))])
+            self._columns[key] = OpColumns.of([effects.known(*ops[:3], number) for number in range(len(ops.ticks))])
         return self._columns[key]
 
     def table(self, plan: Choices) -> Table:
@@ -140,10 +139,9 @@ class Builder:
         return Books(self._without_figures(plan), effects=self.effects(plan))
 
     def _without_figures(self, plan: Choices) -> Table:
-        placed, parked = self._place(plan), self._parked(plan)
         return Table(
-            ticks=self._ticks_of(self._runs_of(plan, placed, parked)),
-            slots=placed.slots,
+            ticks=self._ticks_of(self._ops(plan)),
+            slots=self._place(plan).slots,
             keep=plan.keep,
             saves=plan.saves,
             live_bytes=(),
@@ -166,11 +164,8 @@ class Builder:
 
     def effects(self, plan: Choices) -> Effects:
         """What each op of a plan's table does."""
-        return self._effects(plan, self._parked(plan))
-
-    def _effects(self, plan: Choices, parked: Parks) -> Effects:
         step = self._step(plan.device_updates)
-        return step.chosen(plan.saves, plan.results, parked, plan.persistent, plan.recorded)
+        return step.chosen(plan.saves, plan.results, self._parked(plan), plan.persistent, plan.recorded)
 
     def _step(self, device_updates: tuple[int, ...]) -> Effects:
         """The effects of steps in which the device updates some blocks, whatever else they choose."""
@@ -198,10 +193,11 @@ class Builder:
             self._placed[chosen] = _Weights(head, stays, *place_slots(stays))
         return self._placed[chosen]
 
-    def _runs_of(self, plan: Choices, placed: _Weights, parked: Parks) -> Sequence[_SameOps]:
+    def _ops(self, plan: Choices) -> Sequence[_SameOps]:
         """All ops, which don't depend on the graphs that are retained."""
+        placed, parked = self._place(plan), self._parked(plan)
         known_by = _placing(plan), plan.has_late_offloads, tuple(parked.items())
-        if known_by not in self._runs:
+        if known_by not in self._known_ops:
             rows = assign_ticks(
                 self.workload,
                 self.kind,
@@ -215,14 +211,14 @@ class Builder:
             )
             host = place_host(self.workload, self.kind, rows.ticks, placed.head)
             loads = zip(placed.stays, placed.slot_of, rows.loads, strict=True)
-            runs = [_SameOps(Stream.H2D, "W", stay.block, (tick,), slot) for stay, slot, tick in loads]
-            self._runs[known_by] = [*runs, *_other_runs(rows, host)]
-        return self._runs[known_by]
+            found = [_SameOps(Stream.H2D, "W", stay.block, (tick,), slot) for stay, slot, tick in loads]
+            self._known_ops[known_by] = [*found, *_other_ops(rows, host)]
+        return self._known_ops[known_by]
 
-    def _ticks_of(self, runs: Sequence[_SameOps]) -> tuple[Tick, ...]:
+    def _ticks_of(self, groups: Sequence[_SameOps]) -> tuple[Tick, ...]:
         """The rows."""
-        cells: list[list[Op]] = [[] for _ in range(1 + max((run.ticks[-1] for run in runs), default=-1))]
-        for stream, what, block, ticks, slot in runs:
+        cells: list[list[Op]] = [[] for _ in range(1 + max((ops.ticks[-1] for ops in groups), default=-1))]
+        for stream, what, block, ticks, slot in groups:
             per_micro_batch = self.kind.micro_batches > 1 and kind_of(stream, what).per_micro_batch
             for number, tick in enumerate(ticks):
                 cells[tick].append(_op(stream, what, block, slot, number if per_micro_batch else None))
@@ -263,7 +259,7 @@ def with_figures(table: Table, parked: Parks | None = None, books: Books | None 
     )
 
 
-def _other_runs(rows: Rows, host: HostTicks) -> Iterator[_SameOps]:
+def _other_ops(rows: Rows, host: HostTicks) -> Iterator[_SameOps]:
     """All ops but `W`."""
     for stream, what, of_blocks in (
         (Stream.H2D, "A", rows.ticks.restore),
