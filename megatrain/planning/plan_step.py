@@ -202,7 +202,8 @@ class StepPlans:
             return self._exchange.scheduled(scheduled(found.programs, kind, others, loss_bytes))
 
         table, why = with_kernels(found.schedule, found.programs, limits, plan)
-        table.check()
+        if table is not found.schedule:
+            table.check()
         return replace(found, schedule=table, why_kernels=why)
 
     def _keep_rewritten(self, found: StepChoices, key: tuple[Hashable, ...]) -> None:
