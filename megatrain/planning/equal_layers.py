@@ -8,7 +8,7 @@ and the whole model is captured then.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,9 +145,20 @@ class _Copying:
             few,
             blocks=tuple(blocks),
             values=values,
-            state={key: entry for key, entry in self._entries.items() if key in bound},
+            state=self._state(bound),
             gradient_order=self._gradient_order(),
         )
+
+    def _state(self, bound: Collection[str]) -> dict[str, StateEntry]:
+        """The state that blocks read, in the order of the whole model; what is cut has the same parts there."""
+        parts: dict[str, dict[str, StateEntry]] = {}
+        for entry in self._few.state.values():
+            for copy in range(self._copies + 1 if entry.base is not None else 0):
+                whole = self._entries[self._renamed(entry.owner, copy)]
+                part = whole.part(*entry.rows)
+                parts.setdefault(whole.key, {})[part.key] = part
+        found = (parts.get(key, {key: entry}) for key, entry in self._entries.items())
+        return {key: entry for each in found for key, entry in each.items() if key in bound}
 
     def _layer(self, name: str) -> int | None:
         """The only layer that a block or a tensor of state belongs to; None if it belongs to none."""
@@ -165,8 +176,9 @@ class _Copying:
         few = self._few
         if few.commits or few.buffers or not self._size or self._start - self._before != self._size:
             raise _DiffersError
-        for key, entry in few.state.items():
-            if entry.base is not None or self._entries.get(key) != entry:
+        for entry in few.state.values():
+            whole = self._entries.get(entry.owner)
+            if whole is None or (whole if entry.base is None else whole.part(*entry.rows)) != entry:
                 raise _DiffersError
         for block in few.blocks[self._start : self._end]:
             other = few.blocks[block.index - self._size]

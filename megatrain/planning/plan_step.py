@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
+from math import inf
 from typing import Any
 
 from megatrain.base.progress import stage
@@ -24,7 +25,7 @@ from megatrain.planning.planned_step import SavedPlan
 from megatrain.planning.step_programs import StepPrograms
 from megatrain.runtime.exchange import Exchange
 from megatrain.scheduler.builder.bound import step_bound
-from megatrain.scheduler.builder.build import SMALLER_BLOCKS, build
+from megatrain.scheduler.builder.build import SMALLER_BLOCKS, NotShorterError, build
 from megatrain.scheduler.builder.evictions import with_evictions
 from megatrain.scheduler.builder.moments import with_state_in_file
 from megatrain.scheduler.explain import workload_lines
@@ -201,7 +202,8 @@ class StepPlans:
             return self._exchange.scheduled(scheduled(found.programs, kind, others, loss_bytes))
 
         table, why = with_kernels(found.schedule, found.programs, limits, plan)
-        table.check()
+        if table is not found.schedule:
+            table.check()
         return replace(found, schedule=table, why_kernels=why)
 
     def _keep_rewritten(self, found: StepChoices, key: tuple[Hashable, ...]) -> None:
@@ -255,10 +257,12 @@ def scheduled(
     loss_bytes: int = 0,
     *,
     num_slots: int | None = None,
+    known_s: float = inf,
 ) -> Schedule:
     """Schedules a step of these programs within limits; the schedule isn't checked yet.
 
     Raises:
+        NotShorterError: If no plan that fits is shorter than `known_s`.
         ScheduleError: If the memory is too small, or the micro-batches can't share blocks.
     """
     records = limits.kernels == "graphs"
@@ -276,6 +280,7 @@ def scheduled(
             # Kernels other than eager's return no results that could be kept.
             most_result_bytes=limits.most_result_bytes if limits.kernels == "eager" else 0,
             least_spared_bytes=limits.least_spared_bytes,
+            known_s=known_s,
             recorded=recordable_blocks(programs)[0] if records else (),
         )
 
@@ -343,27 +348,30 @@ class _Tries:
         programs = {key: each.with_blocks(block_bytes) for key, each in {id(c): c for c in self._captures}.items()}
         return self._plan([programs[id(each)] for each in self._captures], self._limits)
 
-    def _plan(self, programs: Sequence[Program], limits: Limits, *, num_slots: int | None = None) -> Schedule:
-        found = scheduled(programs, self._kind, limits, self._loss_bytes, num_slots=num_slots)
-        return self._exchange.scheduled(found)
+    def _plan(self, programs: Sequence[Program], limits: Limits, **options: Any) -> Schedule:
+        return self._exchange.scheduled(scheduled(programs, self._kind, limits, self._loss_bytes, **options))
 
-    def _first(self, level: int) -> StepChoices | None:
-        """The first that fits, of this level and those after it with blocks of its size."""
-        end = (level // self._width + 1) * self._width
-        return next((found for found in map(self._at, range(level, end)) if found is not None), None)
+    def _first(self, level: int, known_s: float = inf) -> StepChoices | None:
+        """The first that fits, of this level and those after it with blocks of its size.
+
+        Raises:
+            NotShorterError: If no plan of the first that fits is shorter than `known_s`.
+        """
+        levels = range(level, (level // self._width + 1) * self._width)
+        return next((found for each in levels if (found := self._at(each, known_s)) is not None), None)
 
     def _first_of_last(self, level: int) -> StepChoices | None:
         """The first that fits with blocks of its size, if the smallest pieces do."""
         last = level - level % self._width + self._width - 1
         return None if self._at(last) is None else self._first(level)
 
-    def _at(self, level: int) -> StepChoices | None:
+    def _at(self, level: int, known_s: float = inf) -> StepChoices | None:
         """The plan of a level; None if it doesn't fit."""
         programs = [each.at(level) for each in self._captures]
         key = tuple(map(id, programs))
         if key not in self._known:
             try:
-                self._known[key] = self._plan(programs, self._limits)
+                self._known[key] = self._plan(programs, self._limits, known_s=known_s)
             except TooSmallError as error:
                 self._known[key] = None
                 self._errors.append(error)
@@ -377,13 +385,18 @@ class _Tries:
     def _faster(self, found: StepChoices, machine: Hardware, memory: int) -> StepChoices:
         """Smaller blocks, in the same or smaller pieces, where that makes a step shorter."""
         schedule = found.schedule
-        bound = step_bound(schedule.effects(), memory, machine)
+        bound, shortest_s = step_bound(schedule.effects(), memory, machine), schedule.simulate(machine).step_s
         far = _FAR_THERE if schedule.device_updates else _FAR
-        if bound.above(schedule.simulate(machine).step_s) < far:
+        if bound.above(shortest_s) < far:
             return found
-        smaller = map(self._first, range(found.level + self._width, self._end, self._width))
-        fits = [found, *(each for each in smaller if each is not None)]
-        return min(fits, key=lambda each: each.schedule.simulate(machine).step_s)
+        for level in range(found.level + self._width, self._end, self._width):
+            try:
+                smaller = self._first(level, shortest_s)
+            except NotShorterError:
+                continue
+            if smaller is not None and (step_s := smaller.schedule.simulate(machine).step_s) < shortest_s:
+                found, shortest_s = smaller, step_s
+        return found
 
 
 def with_true_hint(error: TooSmallError, program: Program, plan: Callable[[int], object]) -> TooSmallError:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatrain.errors import ScheduleError
-from megatrain.scheduler.items import ITEMS, NO_BLOCK, Effect, Item, OpKind, Stream
+from megatrain.scheduler.items import ITEMS, NO_BLOCK, Effect, FactColumns, Item, ItemFacts, OpKind, Stream
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.workload import Workload, chunk_bytes
 
@@ -68,21 +68,6 @@ def parked_values(
 ) -> dict[int, tuple[int, ...]]:
     """As `Parking.values`, for one choice."""
     return Parking(workload, kind).values(keep=keep, saves=saves, results=results)
-
-
-class ItemFacts(NamedTuple):
-    """What holds for an item that takes bytes, in any table of a step.
-
-    Attributes:
-        storage: The storage that it shares with other values; None if it shares none.
-        outlives: Whether it still exists when the step is over.
-    """
-
-    item: Item
-    memory: str
-    nbytes: int
-    storage: int | None
-    outlives: bool
 
 
 _RANKS = {kind: rank for rank, kind in enumerate(ITEMS)}
@@ -141,8 +126,12 @@ class Effects:
         self._known: dict[tuple[str, str, int, int, int], KnownOp] = {}
         self._choice_numbers: dict[object, int] = {}
         self.items: list[ItemFacts] = []
+        self.facts = FactColumns()
         self.ranks: list[tuple[int, int, int]] = []  # of the items: by micro-batch, in the order of `ITEMS`, by number
         self._numbers: dict[Item, int] = {}
+        self.standing = self.numbers(
+            self._standing()
+        )  # what exists when the step begins, even if its ops never read it
         self._choose(saves, results, parked, persistent, recorded)
 
     def chosen(
@@ -207,6 +196,10 @@ class Effects:
                 self._known[key] = found
         return found
 
+    def choice(self, block: int) -> int:
+        """A number for all choices on which the effects of a block's ops depend."""
+        return self._choices[block]
+
     def numbers(self, items: Iterable[Item]) -> tuple[int, ...]:
         """The places in `items` of those that take bytes of a memory."""
         return tuple(self._number(item) for item in items if ITEMS[item.kind].memory is not None)
@@ -218,6 +211,7 @@ class Effects:
             memory = str(ITEMS[item.kind].memory)
             facts = ItemFacts(item, memory, self._nbytes(item), self._shared_storage(item), self._outlives(item))
             self.items.append(facts)
+            self.facts.append(facts)
             self.ranks.append((item.micro_batch, _RANKS[item.kind], item.number))
         return found
 
@@ -226,8 +220,7 @@ class Effects:
         kind = "value" if index not in self._parked_values else "original" if is_forward else "returned"
         return Item(kind, index, micro_batch)
 
-    def standing(self) -> Iterator[Item]:
-        """Items that exist when the step begins, even if its ops never read them."""
+    def _standing(self) -> Iterator[Item]:
         for number in range(self.kind.micro_batches):
             for index, value in enumerate(self.workload.values):
                 is_backward = self.kind.mode == "backward"

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatrain.hardware.work import Works
+
+Ints = NDArray[np.int64]
 
 # The number of an item or an op that concerns no block in particular.
 NO_BLOCK = -1
@@ -42,6 +48,59 @@ class Item(NamedTuple):
     kind: str
     number: int
     micro_batch: int = 0
+
+
+class ItemFacts(NamedTuple):
+    """What holds for an item that takes bytes, in any table of a step.
+
+    Attributes:
+        storage: The storage that it shares with other values; None if it shares none.
+        outlives: Whether it still exists when the step is over.
+    """
+
+    item: Item
+    memory: str
+    nbytes: int
+    storage: int | None
+    outlives: bool
+
+
+class FactColumns:
+    """The facts of many items, as columns that get longer."""
+
+    def __init__(self) -> None:
+        self._columns = array("q"), array("b"), array("b"), array("q")
+        self._groups: dict[tuple[int, int, int], int] = {}
+
+    def append(self, facts: ItemFacts) -> None:
+        """Adds an item."""
+        group = group_of(self._groups, facts.item, facts.nbytes, facts.storage)
+        row = facts.nbytes, facts.memory == "device", facts.outlives, group
+        for column, value in zip(self._columns, row, strict=True):
+            column.append(value)
+
+    def arrays(self) -> FactArrays:
+        """The columns so far."""
+        nbytes, is_on_device, outlives, groups = map(np.array, self._columns)
+        return FactArrays(nbytes, is_on_device.astype(bool), outlives.astype(bool), groups)
+
+
+class FactArrays(NamedTuple):
+    """Facts of items, by number.
+
+    Attributes:
+        groups: Those of one group share their bytes; -1 is no group.
+    """
+
+    nbytes: Ints
+    is_on_device: NDArray[np.bool_]
+    outlives: NDArray[np.bool_]
+    groups: Ints
+
+
+def group_of(known: dict[tuple[int, int, int], int], item: Item, nbytes: int, storage: int | None) -> int:
+    """The number of the items that share bytes with an item, by storage; -1 if it shares none."""
+    return -1 if storage is None else known.setdefault((storage, item.micro_batch, nbytes), len(known))
 
 
 @dataclass(frozen=True, slots=True)

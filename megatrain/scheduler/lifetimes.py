@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import chain
 from typing import NamedTuple
 
-from megatrain.scheduler.effects import Effects, KnownOp, kind_of
-from megatrain.scheduler.items import ITEMS, Effect, Item, Stream
+import numpy as np
+
+from megatrain.scheduler.effects import Effects, KnownOp, kind_of, streams
+from megatrain.scheduler.items import ITEMS, Effect, Ints, Item, Stream, group_of
 from megatrain.scheduler.step_kind import StepKind
 from megatrain.scheduler.table import Op, Position, Table
 from megatrain.scheduler.workload import Workload
@@ -52,20 +54,33 @@ def live_moments(lives: Iterable[Lifetime], num_ticks: int, base: int = 0) -> tu
     ticks that release some (the "memory" edges of the dependency graph). So things that exist at the same time
     pairwise share a moment, and intervals that pairwise meet have a moment in common.
     """
-    change = [0] * (MOMENTS * num_ticks + 1)
+    groups: dict[tuple[int, int, int], int] = {}
+    found = [
+        (each.first, each.last, each.nbytes, group_of(groups, each.item, each.nbytes, each.storage)) for each in lives
+    ]
+    first, last, nbytes, group = np.array(found, np.int64).reshape(-1, 4).T
+    return tuple(_live(first, last, nbytes, group, num_ticks, base).tolist())
+
+
+def _live(first: Ints, last: Ints, nbytes: Ints, group: Ints, num_ticks: int, base: int) -> Ints:
+    """As `live_moments`; of those of one group, which share their bytes, the bytes count once."""
+    shares = group >= 0
+    if shares.any():
+        order = np.lexsort((first[shares], group[shares]))
+        begin, end, size, of = (column[shares][order] for column in (first, last, nbytes, group))
+        # The latest end so far, in which later groups come later.
+        apart = of * (MOMENTS * num_ticks + 1)
+        latest = np.maximum.accumulate(end + apart)
+        is_new = np.append(True, begin[1:] + apart[1:] > latest[:-1] + 1)
+        is_last = np.append(is_new[1:], True)
+        first = np.append(first[~shares], begin[is_new])
+        last = np.append(last[~shares], (latest - apart)[is_last])
+        nbytes = np.append(nbytes[~shares], size[is_new])
+    change = np.zeros(MOMENTS * num_ticks + 1, np.int64)
     change[0] = base
-    shared: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    for item, _, nbytes, first, last, _, _, storage, _ in lives:
-        if storage is not None:
-            shared.setdefault((storage, item.micro_batch, nbytes), []).append((first, last))
-        else:
-            change[first] += nbytes
-            change[last + 1] -= nbytes
-    for (_, _, nbytes), spans in shared.items():
-        for start, end in union(spans):
-            change[start] += nbytes
-            change[end + 1] -= nbytes
-    return tuple(accumulate(change[:-1]))
+    np.add.at(change, first, nbytes)
+    np.subtract.at(change, last + 1, nbytes)
+    return np.cumsum(change[:-1])
 
 
 def live_bytes(lives: Iterable[Lifetime], num_ticks: int, base: int = 0) -> tuple[int, ...]:
@@ -78,15 +93,118 @@ def of_ticks(moments: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(max, moments[::MOMENTS], moments[1::MOMENTS]))
 
 
-def union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """All spans, as spans that don't meet."""
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1] + 1:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
+# Spans: the moments of all items of a table at once, from which its bytes follow.
+
+
+class OpColumns(NamedTuple):
+    """What ops take and use of a memory, as columns.
+
+    Attributes:
+        workspace: Of each op.
+        takes: The numbers of items in `Effects.items`.
+        takers: The index of the op that takes each.
+        uses: Likewise, of what ops use.
+        users: The index of the op that uses each.
+    """
+
+    workspace: Ints
+    takes: Ints
+    takers: Ints
+    uses: Ints
+    users: Ints
+
+    @staticmethod
+    def of(ops: Sequence[KnownOp]) -> OpColumns:
+        """The columns of these ops."""
+        takes, takers = _flat([op.takes for op in ops])
+        uses, users = _flat([op.uses for op in ops])
+        return OpColumns(np.array([op.effect.workspace for op in ops], np.int64), takes, takers, uses, users)
+
+    @staticmethod
+    def joined(parts: Sequence[OpColumns]) -> OpColumns:
+        """The ops of all parts, one part after the other."""
+        parts = [OpColumns.of([]), *parts]
+        workspace, takes, takers, uses, users = map(np.concatenate, zip(*parts, strict=True))
+        before = np.cumsum([0, *(len(part.workspace) for part in parts)])[:-1]
+        takers += np.repeat(before, [len(part.takes) for part in parts])
+        users += np.repeat(before, [len(part.uses) for part in parts])
+        return OpColumns(workspace, takes, takers, uses, users)
+
+
+def _flat(numbers: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """All numbers, and the index of the sequence of each."""
+    flat = np.array(list(chain.from_iterable(numbers)), np.int64)
+    return flat, np.repeat(np.arange(len(numbers)), np.array([len(each) for each in numbers], np.int64))
+
+
+class Spans:
+    """From which moment to which items take memory, by their numbers in `Effects.items`.
+
+    Device memory comes from compute's allocator, where memory that compute releases can be taken at once, in the order
+    of the stream. So what a transfer brings to the device takes its memory when the last op of compute of an earlier
+    tick is over, and the transfer waits for this op.
+
+    Args:
+        effects: The step.
+        ops: All ops, in any order.
+        ticks: Of each.
+        ranks: The place of the stream of each in `streams()`.
+        num_ticks: Of the table.
+
+    Attributes:
+        computed: Of each op, the tick of the last op of compute of an earlier tick; -1 if there is none.
+        numbers: Of the items that exist at any time.
+        first: The first moment of each of these.
+        last: The last moment, inclusive.
+        starts: `num_streams * tick + rank` of the op with which its memory is taken; -1 if the memory is taken when the
+            step begins.
+    """
+
+    def __init__(self, effects: Effects, ops: OpColumns, ticks: Ints, ranks: Ints, num_ticks: int) -> None:
+        self._ops, self._ticks, self._num_ticks = ops, ticks, num_ticks
+        self._facts = facts = effects.facts.arrays()
+        order = streams()
+        size, compute, end = len(order), order.index(Stream.COMPUTE), MOMENTS * num_ticks - 1
+        takes, takers = ops.takes, ops.takers
+        is_transfer = ranks != compute
+        begins, starts = MOMENTS * ticks, size * ticks + ranks
+        computes = np.sort(ticks[~is_transfer])
+        self.computed = computed = np.append(-1, computes)[np.searchsorted(computes, ticks)]
+        is_brought = is_transfer[takers] & facts.is_on_device[takes]
+        begin = np.where(is_brought, np.maximum(MOMENTS * computed + 1, 0)[takers], begins[takers])
+        start = np.where(is_brought, np.maximum(size * computed + compute, -1)[takers], starts[takers])
+        # The first moment and, of equal ones, the first op.
+        scale = size * num_ticks + 1
+        never = scale * (end + 2)
+        earliest = np.full(len(facts.nbytes), never)
+        np.minimum.at(earliest, takes, scale * begin + start + 1)
+        earliest[list(effects.standing)] = 0
+        last = np.full(len(facts.nbytes), -1)
+        np.maximum.at(last, ops.uses, (begins + is_transfer)[ops.users])
+        is_used = last >= 0
+        self.numbers = numbers = np.flatnonzero(is_used | (earliest < never))
+        earliest = earliest[numbers]
+        earliest[earliest == never] = 0
+        self.first, self.starts = earliest // scale, earliest % scale - 1
+        # What nobody reads dies with the op that makes it; if there is none, it stays.
+        of_start = MOMENTS * (self.starts // size) + (self.starts % size != compute)
+        unused = np.where(self.starts < 0, end, of_start)
+        last = np.maximum(self.first, np.where(is_used[numbers], last[numbers], unused))
+        self.last = np.where(facts.outlives[numbers], end, last)
+
+    def device_moments(self, base: int) -> tuple[Ints, Ints]:
+        """The device bytes that exist at each moment, and those with the workspace of the ops that run then.
+
+        Args:
+            base: Bytes that exist all the time.
+        """
+        there = self._facts.is_on_device[self.numbers]
+        numbers = self.numbers[there]
+        sizes = self._facts.nbytes[numbers], self._facts.groups[numbers]
+        live = _live(self.first[there], self.last[there], *sizes, self._num_ticks, base)
+        needed = live.copy()
+        np.add.at(needed, MOMENTS * self._ticks, self._ops.workspace)
+        return live, needed
 
 
 # Books: what each op of a table does, and from which op to which each item takes memory.
@@ -99,6 +217,7 @@ class Books:
 
     Attributes:
         ops: What each op does, in the order of `Table.positions`.
+        spans: From when to when items take memory; see `Spans`.
         lifetimes: Those of all items; see `item_lifetimes`.
     """
 
@@ -109,71 +228,36 @@ class Books:
         known = self.effects.known
         ops = [(position, known(*op.key)) for position, op in table.positions()]
         self.ops = [(position, op.effect) for position, op in ops]
-        self.lifetimes = item_lifetimes(self.effects, ops, len(table.ticks))
+        ranks = {stream: rank for rank, stream in enumerate(streams())}
+        ticks = np.array([position.tick for position, _ in ops], np.int64)
+        columns, of_ops = OpColumns.of([op for _, op in ops]), [ranks[position.stream] for position, _ in ops]
+        self.spans = Spans(self.effects, columns, ticks, np.array(of_ops, np.int64), len(table.ticks))
+        self.lifetimes = item_lifetimes(self.effects, ops, self.spans)
 
     def brought(self) -> Iterator[tuple[Position | None, Position, tuple[Item, ...]]]:
         """What transfers bring to the device: with which op its memory is taken, the transfer, and the items."""
-        for taker, (position, effect) in zip(takers(position for position, _ in self.ops), self.ops, strict=True):
+        for tick, (position, effect) in zip(self.spans.computed.tolist(), self.ops, strict=True):
             made = () if position.stream == Stream.COMPUTE else (*effect.makes, *effect.adds)
             items = tuple([item for item in made if ITEMS[item.kind].memory == "device"])
             if items:
-                yield taker, position, items
+                yield None if tick < 0 else Position(tick, Stream.COMPUTE), position, items
 
 
-def takers(positions: Iterable[Position]) -> Iterator[Position | None]:
-    """Per op, the op with which the device memory of what it makes is taken; None for the start of the step.
-
-    All of it comes from compute's allocator, where memory that compute releases can be taken at once, in the order of
-    the stream. So what a transfer brings to the device takes its memory when the last op of compute of an earlier
-    tick is over, and the transfer waits for this op.
-    """
-    earlier: Position | None = None  # the last op of compute of an earlier tick
-    latest: Position | None = None  # and of a tick so far
-    for position in positions:
-        if latest is not None and latest.tick < position.tick:
-            earlier = latest
-        if position.stream == Stream.COMPUTE:
-            latest = position
-            yield position
-        else:
-            yield earlier
-
-
-def item_lifetimes(effects: Effects, ops: Sequence[tuple[Position, KnownOp]], num_ticks: int) -> tuple[Lifetime, ...]:
+def item_lifetimes(effects: Effects, ops: Iterable[tuple[Position, KnownOp]], spans: Spans) -> tuple[Lifetime, ...]:
     """All lifetimes: by micro-batch, then in the order of `ITEMS`, then by number."""
-    starts, uses = _starts(effects, ops), _last_uses(ops)
-    found: list[Lifetime] = []
-    for number in sorted({*starts, *chain(*uses)}, key=effects.ranks.__getitem__):
+    uses, order, found = _last_uses(ops), streams(), list[Lifetime]()
+    columns = zip(*(each.tolist() for each in (spans.numbers, spans.first, spans.last, spans.starts)), strict=True)
+    for number, first, last, at in sorted(columns, key=lambda column: effects.ranks[column[0]]):
         item, memory, nbytes, storage, outlives = effects.items[number]
-        first, start, is_brought = starts.get(number, _AT_START)
-        last, ends = MOMENTS * num_ticks - 1, list[Position]()
+        start = None if at < 0 else Position(at // len(order), order[at % len(order)])
+        ends: list[Position] = []
         if not outlives:
             ends = [of_stream[number] for of_stream in uses if number in of_stream]
             if not ends and start is not None:
                 ends = [start]  # nobody reads it: it dies with the op that makes it
-            if ends:
-                last = max(first, *[_end(position) for position in ends])
+        is_brought = first % MOMENTS > 0
         found.append(Lifetime(item, memory, nbytes, first, last, start, tuple(ends), storage, is_brought))
     return tuple(found)
-
-
-# How a life begins: its first moment, with which op, and whether a transfer brings it.
-_Start = tuple[int, Position | None, bool]
-_AT_START: _Start = 0, None, False
-
-
-def _starts(effects: Effects, ops: Sequence[tuple[Position, KnownOp]]) -> dict[int, _Start]:
-    """How the lives of items begin that are made, or are there when the step begins."""
-    items = effects.items
-    starts = dict.fromkeys(effects.numbers(effects.standing()), _AT_START)
-    for taker, (position, op) in zip(takers(position for position, _ in ops), ops, strict=True):
-        for number in op.takes:
-            start: _Start = MOMENTS * position.tick, position, False
-            if taker is not position and items[number].memory == "device":
-                start = _AT_START if taker is None else (MOMENTS * taker.tick + 1, taker, True)
-            if number not in starts or start[0] < starts[number][0]:
-                starts[number] = start
-    return starts
 
 
 def _last_uses(ops: Iterable[tuple[Position, KnownOp]]) -> list[dict[int, Position]]:
@@ -185,11 +269,6 @@ def _last_uses(ops: Iterable[tuple[Position, KnownOp]]) -> list[dict[int, Positi
             for number in op.uses:
                 of_stream[number] = position
     return list(uses.values())
-
-
-def _end(position: Position) -> int:
-    """The last moment of what an op is the last to use; what a transfer used is released by later ticks."""
-    return MOMENTS * position.tick + (position.stream != Stream.COMPUTE)
 
 
 class Uses:
@@ -274,12 +353,8 @@ def alive_at(books: Books, moment: int) -> Iterator[Lifetime]:
 
 def device_moments(books: Books) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The device bytes that exist at each moment, and those with the workspace of the ops that run then."""
-    lives = (life for life in books.lifetimes if life.memory == "device")
-    live = live_moments(lives, len(books.table.ticks), books.table.arena_bytes)
-    needed = list(live)
-    for position, effect in books.ops:
-        needed[MOMENTS * position.tick] += effect.workspace
-    return live, tuple(needed)
+    live, needed = books.spans.device_moments(books.table.arena_bytes)
+    return tuple(live.tolist()), tuple(needed.tolist())
 
 
 def find_peak(table: Table) -> Peak:

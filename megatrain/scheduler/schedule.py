@@ -126,6 +126,7 @@ class Schedule(Table):
         return gantt(self, costs, width=width)
 
     @checked()
+    @paused_collection()
     def simulate(self, costs: Costs) -> Simulation:
         """Runs every op on paper as soon as its stream is free and its dependencies are done.
 

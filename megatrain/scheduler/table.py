@@ -321,7 +321,7 @@ class Table:
     @property
     def arena_bytes(self) -> int:
         """Bytes of the device arena that the slots share."""
-        return max((slot.offset + slot.nbytes for slot in self.slots), default=0)
+        return arena_bytes(self.slots)
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -387,6 +387,11 @@ class Table:
                 "  The text of a schedule contains no sizes: use Schedule.parse(text, workload)."
             )
         return self.workload
+
+
+def arena_bytes(slots: Iterable[Slot]) -> int:
+    """Bytes of the device arena that slots share."""
+    return max((slot.offset + slot.nbytes for slot in slots), default=0)
 
 
 def _evictions(table: Table) -> list[Op]:

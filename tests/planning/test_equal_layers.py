@@ -52,6 +52,20 @@ def test_a_few_layers_give_the_plan_of_all(
     assert named_by_block(found.program) == named_by_block(whole.program)
 
 
+def test_a_few_layers_give_all_where_an_embedding_is_cut(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    AutoConfig.for_model(**{**SIZES, **MODELS["equal"], "vocab_size": 1024}).save_pretrained(tmp_path)
+    options = SizingOptions(str(tmp_path), memory="1MiB", sequence=16, lora=2)
+    source, limits = ConfigModel(options), _step_limits(options, None)
+    few = Planner(source)._captured(limits, source.sizes).programs
+    monkeypatch.setattr(ConfigModel, "few", lambda *_: None)
+    whole = Planner(source)._captured(limits, source.sizes).programs
+    found = few.at(few.width)
+    assert len(found.blocks) > len(few.at(0).blocks) == len(whole.at(0).blocks)
+    assert few._repeated is not None, "the whole model was captured"
+    assert any(entry.base for entry in found.state.values())
+    assert named_by_block(found) == named_by_block(whole.at(few.width))
+
+
 def named_by_block(program: Any) -> str:
     """A program as text, its values named by the blocks that make them: copies have names of their own."""
     names = {name: f"{block.index}.{i}" for block in program.blocks for i, name in enumerate(block.outputs)}

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatrain.errors import ScheduleError
+from megatrain.errors import ScheduleError, TooSmallError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.work import products, total_flops
-from megatrain.scheduler.builder.build import build
+from megatrain.scheduler.builder.bound import step_bound
+from megatrain.scheduler.builder.build import NotShorterError, build
 from megatrain.scheduler.builder.draft import Builder, Choices
 from megatrain.scheduler.from_program import schedule
 from megatrain.scheduler.schedule import Schedule
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Table
 from megatrain.scheduler.workload import BlockWork, KeptWork, ValueWork, Workload
 from tests.draws import draws
+from tests.scheduler.every_plan import every_plan
 from tests.scheduler.workloads import with_results
 
 SMALL = st.integers(1, 12)
@@ -145,17 +148,43 @@ def equal_chain(count: int, *, state: int, saved: int, value: int) -> Workload:
     return Workload((layer,) * count, tuple(values), (8, *[value] * count))
 
 
-def test_a_search_makes_few_tables(monkeypatch: pytest.MonkeyPatch):
-    """Long tables are made a few times."""
+def test_a_search_places_few_plans(monkeypatch: pytest.MonkeyPatch):
+    """The ops of long steps are placed a few times."""
     works = equal_chain(40, state=64, saved=352, value=32)
     machine, made = Hardware(1e4, 1e4, 1e6, 0.0, 1e4), set[Choices]()
 
     class Counting(Builder):
-        def table(self, plan: Choices) -> Table:
+        def device_bytes(self, plan: Choices) -> int:
             made.add(plan)
-            return super().table(plan)
+            return super().device_bytes(plan)
 
     kind = StepKind(updates="overlap", outputs="release", micro_batches=8)
     monkeypatch.setattr("megatrain.scheduler.builder.build.Builder", Counting)
     build(works, kind, memory=20_000, hardware=machine)
     assert len(made) < 80
+
+
+@given(chains(2), STEPS)
+@draws(20, usual=4)
+def test_the_bytes_of_a_plan_are_those_of_its_table(workload: Workload, step: dict[str, Any]):
+    builder = Builder(workload, StepKind(**step))
+    for plan in every_plan(workload, builder.kind):
+        assert builder.device_bytes(plan) == builder.table(plan).device_bytes, plan
+
+
+def test_a_step_of_no_blocks_fits_any_memory():
+    assert build(Workload((), (), ()), StepKind(), memory=0).device_bytes == 0
+
+
+def test_no_plan_is_looked_for_that_cant_be_shorter_than_a_known_one():
+    works, machine = equal_chain(8, state=64, saved=352, value=32), Hardware(1e4, 1e4, 1e6, 0.0, 1e4)
+    kind, options = StepKind(updates="overlap", outputs="release"), {"memory": 2_000, "hardware": machine}
+    plan: Schedule = build(works, kind, **options)  # type: ignore[arg-type]
+    step_s, bound_s = plan.simulate(machine).step_s, step_bound(plan.effects(), 2_000, machine).seconds
+    assert bound_s < step_s
+    assert build(works, kind, **options, known_s=step_s) == plan  # type: ignore[arg-type]
+    assert build(works, kind, **options, known_s=bound_s) == plan  # type: ignore[arg-type]
+    with pytest.raises(NotShorterError):
+        build(works, kind, **options, known_s=bound_s * 0.99)  # type: ignore[arg-type]
+    with pytest.raises(TooSmallError):
+        build(works, kind, memory=100, hardware=machine, known_s=bound_s * 0.99)

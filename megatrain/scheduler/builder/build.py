@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 
 from megatrain.base.checks import Rule, count, one_of, optional
 from megatrain.base.counts import counted
@@ -12,6 +13,7 @@ from megatrain.base.sizes import format_bytes
 from megatrain.errors import ScheduleError, TooSmallError
 from megatrain.hardware.hardware import Hardware
 from megatrain.hardware.machine import usual_machine
+from megatrain.scheduler.builder.bound import step_bound
 from megatrain.scheduler.builder.draft import Builder, Choices, with_late_offloads
 from megatrain.scheduler.builder.search import Freedom, Search, sparing_results, within
 from megatrain.scheduler.builder.stays import alternates, giants
@@ -23,6 +25,14 @@ from megatrain.scheduler.step_kind import KIND_RULES, StepKind
 from megatrain.scheduler.workload import Workload
 
 SMALLER_BLOCKS = "a smaller block_bytes"
+
+
+# Of the seconds of a bound.
+_ROUNDING = 1 + 1e-9
+
+
+class NotShorterError(Exception):
+    """No plan of a step that fits is shorter than a known one."""
 
 
 def _fastest(
@@ -79,7 +89,7 @@ def first_fit(builder: Builder, plans: Iterable[Choices], memory: int | None) ->
     tried: list[Choices] = []
     for plan in plans:
         tried.append(plan)
-        if memory is None or builder.table(plan).device_bytes <= memory:
+        if memory is None or builder.device_bytes(plan) <= memory:
             return plan
     assert memory is not None
     raise _too_small(builder, tried, memory, can_park_more=tried[0].keep > 0)
@@ -116,7 +126,7 @@ def _normal_keep(workload: Workload, kind: StepKind, keep: int | None) -> int:
 
 
 def _too_small(builder: Builder, tried: Sequence[Choices], memory: int, *, can_park_more: bool) -> TooSmallError:
-    best = min(tried, key=lambda plan: builder.table(plan).device_bytes)
+    best = min(tried, key=lambda plan: builder.device_bytes(plan))
     table = builder.table(best)
     peak = find_peak(table)
     block = NO_BLOCK if peak.op is None else peak.op.block
@@ -163,6 +173,7 @@ def build(
     usual: Hardware | None = None,
     most_result_bytes: int | None = None,
     least_spared_bytes: int = 0,
+    known_s: float = inf,
     recorded: Collection[int] = (),
 ) -> Schedule:
     """Places one step of `workload` on the streams.
@@ -176,6 +187,7 @@ def build(
     the device updates spare the host at least `least_spared_bytes`, or as much as fits.
 
     Raises:
+        NotShorterError: If plans fit, and the bound of all of them on `hardware` is above `known_s`.
         ScheduleError: If the workload is inconsistent, or `memory` too small; the message says how much is
             needed at least, and by which block.
 
@@ -204,6 +216,9 @@ def build(
     if num_slots is None and giants(workload):
         starts.insert(1, replace(starts[0], has_giants_alone=True))  # before a single slot
     start = first_fit(builder, starts, memory)
+    if hardware is not None and known_s < inf:
+        if step_bound(builder.effects(start), memory, hardware).seconds > known_s * _ROUNDING:
+            raise NotShorterError
     bounds = most_result_bytes, least_spared_bytes
     chosen = _fastest(builder, memory, freedom, start, hardware, usual or usual_machine(), *bounds)
     return schedule_of(builder.table(chosen))

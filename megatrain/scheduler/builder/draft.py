@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 from typing import NamedTuple
+
+import numpy as np
 
 from megatrain.scheduler.builder.order import (
     HostTicks,
@@ -18,11 +20,21 @@ from megatrain.scheduler.builder.order import (
     written,
 )
 from megatrain.scheduler.builder.stays import Stay, compute_stages, giants, place_slots, stays_of
-from megatrain.scheduler.effects import Effects, Parking, Parks
+from megatrain.scheduler.effects import Effects, Parking, Parks, kind_of, streams
 from megatrain.scheduler.items import NO_BLOCK, Stream
-from megatrain.scheduler.lifetimes import Books, Lifetime, device_moments, live_bytes, moved_bytes, of_ticks, slab_bytes
+from megatrain.scheduler.lifetimes import (
+    Books,
+    Lifetime,
+    OpColumns,
+    Spans,
+    device_moments,
+    live_bytes,
+    moved_bytes,
+    of_ticks,
+    slab_bytes,
+)
 from megatrain.scheduler.step_kind import StepKind
-from megatrain.scheduler.table import Op, Place, Slot, Table, Tick, host_value_bytes, park_bytes
+from megatrain.scheduler.table import Op, Place, Slot, Table, Tick, arena_bytes, host_value_bytes, park_bytes
 from megatrain.scheduler.workload import Workload
 
 
@@ -66,6 +78,21 @@ class _Weights(NamedTuple):
     slot_of: tuple[int, ...]
 
 
+class _SameOps(NamedTuple):
+    """The same op of some micro-batches, or of all at once.
+
+    Attributes:
+        ticks: Of each.
+        slot: That it fills, if it is a `W`.
+    """
+
+    stream: Stream
+    what: str
+    block: int
+    ticks: Sequence[int]
+    slot: int | None = None
+
+
 class Builder:
     """Makes the tables of one workload under different plans, each once."""
 
@@ -76,24 +103,45 @@ class Builder:
         self._parking = Parking(workload, kind)
         self._steps: dict[tuple[int, ...], Effects] = {}  # by the blocks that the device updates
         self._placed: dict[Hashable, _Weights] = {}
-        self._ticks: dict[Hashable, tuple[Tick, ...]] = {}
+        self._known_ops: dict[Hashable, Sequence[_SameOps]] = {}
+        self._columns: dict[Hashable, OpColumns] = {}
+        self._bytes: dict[Choices, int] = {}
         self._tables: dict[Choices, Table] = {}
+
+    def device_bytes(self, plan: Choices) -> int:
+        """Those of a plan's table, which isn't made."""
+        if plan not in self._bytes:
+            groups, effects = self._ops(plan), self.effects(plan)
+            columns = OpColumns.joined([self._columns_of(plan, effects, ops) for ops in groups])
+            ticks = np.array([tick for ops in groups for tick in ops.ticks], np.int64)
+            ranks = {stream: rank for rank, stream in enumerate(streams())}
+            of_ops = np.array([ranks[ops.stream] for ops in groups for _ in ops.ticks], np.int64)
+            spans = Spans(effects, columns, ticks, of_ops, 1 + int(ticks.max(initial=-1)))
+            self._bytes[plan] = int(spans.device_moments(arena_bytes(self._place(plan).slots))[1].max(initial=0))
+        return self._bytes[plan]
+
+    def _columns_of(self, plan: Choices, effects: Effects, ops: _SameOps) -> OpColumns:
+        """What the same op of some micro-batches takes and uses."""
+        key = ops[:3], len(ops.ticks), effects.choice(ops.block), plan.device_updates
+        if key not in self._columns:
+            self._columns[key] = OpColumns.of([effects.known(*ops[:3], number) for number in range(len(ops.ticks))])
+        return self._columns[key]
 
     def table(self, plan: Choices) -> Table:
         """The table of a plan."""
         if plan not in self._tables:
-            self._tables[plan] = self._made(plan)
+            books = self.books(plan)
+            self._tables[plan] = with_figures(books.table, self._parked(plan), books)
         return self._tables[plan]
 
     def books(self, plan: Choices) -> Books:
         """What the ops of a plan's table do, and its lifetimes."""
-        return Books(self.table(plan), effects=self._effects(plan, self._parked(plan)))
+        return Books(self._without_figures(plan), effects=self.effects(plan))
 
-    def _made(self, plan: Choices) -> Table:
-        placed, parked = self._place(plan), self._parked(plan)
-        table = Table(
-            ticks=self._ticks_of(plan, placed, parked),
-            slots=placed.slots,
+    def _without_figures(self, plan: Choices) -> Table:
+        return Table(
+            ticks=self._ticks_of(self._ops(plan)),
+            slots=self._place(plan).slots,
             keep=plan.keep,
             saves=plan.saves,
             live_bytes=(),
@@ -110,14 +158,14 @@ class Builder:
             device_updates=plan.device_updates,
             workload=self.workload,
         )
-        return with_figures(table, parked, Books(table, effects=self._effects(plan, parked)))
 
     def _parked(self, plan: Choices) -> Parks:
         return self._parking.values(keep=plan.keep, saves=plan.saves, results=plan.results)
 
-    def _effects(self, plan: Choices, parked: Parks) -> Effects:
+    def effects(self, plan: Choices) -> Effects:
+        """What each op of a plan's table does."""
         step = self._step(plan.device_updates)
-        return step.chosen(plan.saves, plan.results, parked, plan.persistent, plan.recorded)
+        return step.chosen(plan.saves, plan.results, self._parked(plan), plan.persistent, plan.recorded)
 
     def _step(self, device_updates: tuple[int, ...]) -> Effects:
         """The effects of steps in which the device updates some blocks, whatever else they choose."""
@@ -145,10 +193,11 @@ class Builder:
             self._placed[chosen] = _Weights(head, stays, *place_slots(stays))
         return self._placed[chosen]
 
-    def _ticks_of(self, plan: Choices, placed: _Weights, parked: Parks) -> tuple[Tick, ...]:
-        """The rows, which don't depend on the graphs that are retained."""
+    def _ops(self, plan: Choices) -> Sequence[_SameOps]:
+        """All ops, which don't depend on the graphs that are retained."""
+        placed, parked = self._place(plan), self._parked(plan)
         known_by = _placing(plan), plan.has_late_offloads, tuple(parked.items())
-        if known_by not in self._ticks:
+        if known_by not in self._known_ops:
             rows = assign_ticks(
                 self.workload,
                 self.kind,
@@ -162,13 +211,18 @@ class Builder:
             )
             host = place_host(self.workload, self.kind, rows.ticks, placed.head)
             loads = zip(placed.stays, placed.slot_of, rows.loads, strict=True)
-            ops = [(tick, _op(Stream.H2D, "W", stay.block, slot)) for stay, slot, tick in loads]
-            ops += _ops(rows, host, has_micro_batches=self.kind.micro_batches > 1)
-            cells: list[list[Op]] = [[] for _ in range(1 + max((tick for tick, _ in ops), default=-1))]
-            for tick, op in ops:
-                cells[tick].append(op)
-            self._ticks[known_by] = tuple(Tick(*ops) for ops in cells)
-        return self._ticks[known_by]
+            found = [_SameOps(Stream.H2D, "W", stay.block, (tick,), slot) for stay, slot, tick in loads]
+            self._known_ops[known_by] = [*found, *_other_ops(rows, host)]
+        return self._known_ops[known_by]
+
+    def _ticks_of(self, groups: Sequence[_SameOps]) -> tuple[Tick, ...]:
+        """The rows."""
+        cells: list[list[Op]] = [[] for _ in range(1 + max((ops.ticks[-1] for ops in groups), default=-1))]
+        for stream, what, block, ticks, slot in groups:
+            per_micro_batch = self.kind.micro_batches > 1 and kind_of(stream, what).per_micro_batch
+            for number, tick in enumerate(ticks):
+                cells[tick].append(_op(stream, what, block, slot, number if per_micro_batch else None))
+        return tuple(Tick(*ops) for ops in cells)
 
 
 def _placing(plan: Choices) -> Hashable:
@@ -205,17 +259,15 @@ def with_figures(table: Table, parked: Parks | None = None, books: Books | None 
     )
 
 
-def _ops(rows: Rows, host: HostTicks, *, has_micro_batches: bool) -> Iterator[tuple[int, Op]]:
-    """All ops but `W`, each with its tick."""
+def _other_ops(rows: Rows, host: HostTicks) -> Iterator[_SameOps]:
+    """All ops but `W`."""
     for stream, what, of_blocks in (
         (Stream.H2D, "A", rows.ticks.restore),
         (Stream.COMPUTE, "F", rows.ticks.forward),
         (Stream.COMPUTE, "B", rows.ticks.backward),
         (Stream.D2H, "A", rows.ticks.park),
     ):
-        for block, ticks in of_blocks.items():
-            for number, tick in enumerate(ticks):
-                yield tick, _op(stream, what, block, None, number if has_micro_batches else None)
+        yield from (_SameOps(stream, what, block, ticks) for block, ticks in of_blocks.items())
     for stream, what, of_block in (
         (Stream.COMPUTE, "U", rows.ticks.update),
         (Stream.D2H, "G", rows.ticks.offload),
@@ -223,9 +275,9 @@ def _ops(rows: Rows, host: HostTicks, *, has_micro_batches: bool) -> Iterator[tu
         (Stream.HOST, "U", host.update),
         (Stream.HOST, "S", host.squares),
     ):
-        yield from ((tick, _op(stream, what, block)) for block, tick in of_block.items())
+        yield from (_SameOps(stream, what, block, (tick,)) for block, tick in of_block.items())
     if host.norm is not None:
-        yield host.norm, _op(Stream.HOST, "N", NO_BLOCK)
+        yield _SameOps(Stream.HOST, "N", NO_BLOCK, (host.norm,))
 
 
 # Tables of one workload have most ops in common.

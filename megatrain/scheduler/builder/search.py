@@ -275,7 +275,7 @@ class Search:
 
     def fits(self, plan: Choices) -> bool:
         """Tells whether a plan fits."""
-        return self._builder.table(plan).device_bytes <= self._memory
+        return self._builder.device_bytes(plan) <= self._memory
 
     def balanced(self, start: Choices) -> Choices:
         """The plan that takes what saves time on the longer stream, step by step, as long as it fits."""
@@ -365,7 +365,7 @@ class Search:
         """
 
         def nbytes(count: int) -> int:
-            return self._builder.table(family.plan((*taken, *left[:count]))).device_bytes
+            return self._builder.device_bytes(family.plan((*taken, *left[:count])))
 
         sizes = [0, *accumulate(use.nbytes for use in left)]
         low, high = 0, len(left) + 1

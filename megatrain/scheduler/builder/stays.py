@@ -181,12 +181,12 @@ def place_slots(stays: Sequence[Stay]) -> tuple[tuple[Slot, ...], tuple[int, ...
     Returns:
         The slots by offset, and for each stay the index of its slot.
     """
-    order = _outward_order(stays)
+    whole, rest = _whole(stays)
     least = _most_alive(stays)
     offsets: list[int] = []
     fewest = -1
-    for others, reuse in ((order, True), (order, False), (_order_of_begin(stays), True)):
-        placed = _assign(stays, others, reuse=reuse)
+    for key, reuse in ((_outwards(stays), True), (_outwards(stays), False), (lambda stay: (stay.first,), True)):
+        placed = _assign(stays, whole, sorted(rest, key=lambda i: key(stays[i])), reuse=reuse)
         nbytes = max((o + s.nbytes for o, s in zip(placed, stays, strict=True)), default=0)
         if fewest < 0 or nbytes < fewest:
             offsets, fewest = placed, nbytes
@@ -209,7 +209,7 @@ def _most_alive(stays: Sequence[Stay]) -> int:
     return max(accumulate(change[stage] for stage in sorted(change)), default=0)
 
 
-def _outward_order(stays: Sequence[Stay]) -> list[int]:
+def _outwards(stays: Sequence[Stay]) -> Callable[[Stay], tuple[int, ...]]:
     # All stays that span the turn exist when the last of them is first needed. Nothing spans a turn in
     # a step of one direction, whose start is as good a place to begin.
     turn = max((s.needed for s in stays if s.last > s.needed), default=0)
@@ -218,32 +218,32 @@ def _outward_order(stays: Sequence[Stay]) -> list[int]:
         distance = max(0, stay.first - turn, turn - stay.last)
         return -stay.nbytes, distance, stay.first - stay.last, stay.first
 
-    return _whole_first(stays, outwards)
+    return outwards
 
 
-def _order_of_begin(stays: Sequence[Stay]) -> list[int]:
-    return _whole_first(stays, lambda stay: (stay.first,))
-
-
-def _whole_first(stays: Sequence[Stay], key: Callable[[Stay], tuple[int, ...]]) -> list[int]:
-    """Those of the whole step in the order in which blocks get to stay, then the others by a key."""
+def _whole(stays: Sequence[Stay]) -> tuple[list[int], list[int]]:
+    """Those of the whole step, in the order in which blocks get to stay, and the others."""
     start, end = min((s.first for s in stays), default=0), max((s.last for s in stays), default=0)
     whole = [i for i, s in enumerate(stays) if (s.first, s.last) == (start, end)]
-    rest = set(range(len(stays))).difference(whole)
     whole.sort(key=lambda i: by_benefit(stays[i].block, stays[i].nbytes))
-    return [*whole, *sorted(rest, key=lambda i: key(stays[i]))]
+    return whole, sorted(set(range(len(stays))).difference(whole))
 
 
-def _assign(stays: Sequence[Stay], order: Sequence[int], *, reuse: bool) -> list[int]:
-    """Offsets by first fit; with `reuse`, offsets that are in use already are tried first."""
+def _assign(stays: Sequence[Stay], whole: Sequence[int], order: Sequence[int], *, reuse: bool) -> list[int]:
+    """Offsets: those of the whole step first, one after the other, then the others in an order by first fit.
+
+    With `reuse`, offsets that are in use already are tried first.
+    """
     placed = Placed()
-    offsets = [0] * len(stays)
+    offsets, start = [0] * len(stays), 0
+    for index in whole:
+        offsets[index], start = start, start + stays[index].nbytes
     known: dict[int, None] = {}
     for index in order:
         stay = stays[index]
         taken = _disjoint(placed.beside(stay))
         found = _known_fit(taken, stay.nbytes, known) if reuse else None
-        offsets[index] = _first_fit(taken, stay.nbytes) if found is None else found
+        offsets[index] = _first_fit(taken, stay.nbytes, start) if found is None else found
         known[offsets[index]] = None
         placed.add(stay, offsets[index])
     return offsets
@@ -294,8 +294,7 @@ def _disjoint(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _first_fit(taken: Sequence[tuple[int, int]], nbytes: int) -> int:
-    end = 0
+def _first_fit(taken: Sequence[tuple[int, int]], nbytes: int, end: int) -> int:
     for start, stop in taken:
         if end + nbytes <= start:
             return end
