@@ -342,7 +342,11 @@ def chunk_bytes(workload: Workload, values: Iterable[int]) -> int:
     return aligned(sum(aligned(workload.values[value].nbytes) for value in values), PAGE)
 
 
+# Half a million sizes of so many bytes add up in 64 bits.
+_MOST_BYTES = 1 << 44
+
+
 def _check_counts(owner: str, sizes: Mapping[Any, Any]) -> None:
     for name, size in sizes.items():
-        if isinstance(size, int) and size < 0:
-            raise ScheduleError(f"{owner} has a negative size: {name} = {size}.")
+        if isinstance(size, int) and not 0 <= size <= _MOST_BYTES:
+            raise ScheduleError(f"{owner} has a size that is no memory's: {name} = {size}.\n  Sizes are 0 to 16 TiB.")
