@@ -312,4 +312,7 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason
 def test_whole_steps_never_take_more_than_the_plan(options: dict[str, Any], step_options: dict[str, Any], depth: int):
     """With matrices of 36 MiB. Smaller ones, that an optimizer's own code makes and drops, leave holes in the heap."""
     found = measured(options, step_options, width=1536, depth=depth, vocabulary=4000)
-    assert 0.85 * found["total"] < found["peak"] < 1.03 * found["total"], found
+    # A processor without instructions for bf16 makes a gradient in bf16 in a buffer of fp32.
+    has_bf16 = any(flag in Path("/proc/cpuinfo").read_text() for flag in ("avx512bw", "asimd"))
+    buffer = 0 if has_bf16 or "precision" not in options else 4 * 1536 * 4 * 1536
+    assert 0.85 * found["total"] < found["peak"] < 1.03 * found["total"] + buffer, found
