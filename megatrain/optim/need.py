@@ -72,7 +72,7 @@ def over(
 ) -> tuple[Sequence[torch.optim.Optimizer], Mapping[str, torch.Tensor]]:
     """Returns optimizers and their parameters by key: the user's, or one over tensors without memory."""
     if isinstance(optimizer, str | type):
-        specs = {key: e.spec for key, e in entries.items() if e.kind == "parameter" and e.requires_grad}
+        specs = {key: e.spec for key, e in entries.items() if e.is_trained}
         made, parameters = made_over(optimizer, specs)
         return [made], parameters
     optimizers = optimizers_of(optimizer)

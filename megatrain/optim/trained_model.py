@@ -58,13 +58,12 @@ class TrainedModel:
     @property
     def trained(self) -> dict[str, StateEntry]:
         """The parameters that are trained."""
-        return {key: e for key, e in self.entries.items() if e.kind == "parameter" and e.requires_grad}
+        return {key: e for key, e in self.entries.items() if e.is_trained}
 
     def has_master(self, key: str) -> bool:
         """Whether it is a bf16 parameter that is trained, and has a master of more bits or other rounding."""
         entry = self.entries[key]
-        is_trained = entry.kind == "parameter" and entry.requires_grad
-        return self.master is not WholeMaster and is_trained and entry.spec.dtype == torch.bfloat16
+        return self.master is not WholeMaster and entry.is_trained and entry.spec.dtype == torch.bfloat16
 
     @property
     def low_bytes(self) -> dict[str, int]:

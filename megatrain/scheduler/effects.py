@@ -129,9 +129,8 @@ class Effects:
         self.facts = FactColumns()
         self.ranks: list[tuple[int, int, int]] = []  # of the items: by micro-batch, in the order of `ITEMS`, by number
         self._numbers: dict[Item, int] = {}
-        self.standing = self.numbers(
-            self._standing()
-        )  # what exists when the step begins, even if its ops never read it
+        # What exists when the step begins, even if its ops never read it.
+        self.standing = self.numbers(self._standing())
         self._choose(saves, results, parked, persistent, recorded)
 
     def chosen(

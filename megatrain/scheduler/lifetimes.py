@@ -148,7 +148,7 @@ class Spans:
         effects: The step.
         ops: All ops, in any order.
         ticks: Of each.
-        ranks: The place of the stream of each in `streams()`.
+        of_streams: The stream of each.
         num_ticks: Of the table.
 
     Attributes:
@@ -160,10 +160,14 @@ class Spans:
             step begins.
     """
 
-    def __init__(self, effects: Effects, ops: OpColumns, ticks: Ints, ranks: Ints, num_ticks: int) -> None:
+    def __init__(
+        self, effects: Effects, ops: OpColumns, ticks: Ints, of_streams: Iterable[Stream], num_ticks: int
+    ) -> None:
         self._ops, self._ticks, self._num_ticks = ops, ticks, num_ticks
         self._facts = facts = effects.facts.arrays()
         order = streams()
+        places = {stream: place for place, stream in enumerate(order)}
+        ranks = np.array([places[stream] for stream in of_streams], np.int64)
         size, compute, end = len(order), order.index(Stream.COMPUTE), MOMENTS * num_ticks - 1
         takes, takers = ops.takes, ops.takers
         is_transfer = ranks != compute
@@ -228,10 +232,9 @@ class Books:
         known = self.effects.known
         ops = [(position, known(*op.key)) for position, op in table.positions()]
         self.ops = [(position, op.effect) for position, op in ops]
-        ranks = {stream: rank for rank, stream in enumerate(streams())}
         ticks = np.array([position.tick for position, _ in ops], np.int64)
-        columns, of_ops = OpColumns.of([op for _, op in ops]), [ranks[position.stream] for position, _ in ops]
-        self.spans = Spans(self.effects, columns, ticks, np.array(of_ops, np.int64), len(table.ticks))
+        columns, of_ops = OpColumns.of([op for _, op in ops]), [position.stream for position, _ in ops]
+        self.spans = Spans(self.effects, columns, ticks, of_ops, len(table.ticks))
         self.lifetimes = item_lifetimes(self.effects, ops, self.spans)
 
     def brought(self) -> Iterator[tuple[Position | None, Position, tuple[Item, ...]]]:

@@ -349,4 +349,4 @@ _MOST_BYTES = 1 << 44
 def _check_counts(owner: str, sizes: Mapping[Any, Any]) -> None:
     for name, size in sizes.items():
         if isinstance(size, int) and not 0 <= size <= _MOST_BYTES:
-            raise ScheduleError(f"{owner} has a size that is no memory's: {name} = {size}.\n  Sizes are 0 to 16 TiB.")
+            raise ScheduleError(f"{owner} has an impossible size: {name} = {size}.\n  A size is 0 to 16 TiB.")

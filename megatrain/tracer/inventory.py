@@ -56,6 +56,11 @@ class StateEntry:
         return replace(self, key=f"{self.key}[{start}:{end}]", spec=spec, base=self.key, rows=(start, end))
 
     @property
+    def is_trained(self) -> bool:
+        """Whether it is a parameter that an optimizer may update."""
+        return self.kind == "parameter" and self.requires_grad
+
+    @property
     def is_writable(self) -> bool:
         """Whether a forward may write into it: buffers, and parameters that aren't trained (a moving average)."""
         return self.kind == "buffer" or (self.kind == "parameter" and not self.requires_grad)

@@ -217,7 +217,8 @@ def build(
         starts.insert(1, replace(starts[0], has_giants_alone=True))  # before a single slot
     start = first_fit(builder, starts, memory)
     if hardware is not None and known_s < inf:
-        if step_bound(builder.effects(start), memory, hardware).seconds > known_s * _ROUNDING:
+        bound = step_bound(builder.effects(start), memory, hardware)
+        if bound.seconds > known_s * _ROUNDING:
             raise NotShorterError
     bounds = most_result_bytes, least_spared_bytes
     chosen = _fastest(builder, memory, freedom, start, hardware, usual or usual_machine(), *bounds)

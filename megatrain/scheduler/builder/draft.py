@@ -20,7 +20,7 @@ from megatrain.scheduler.builder.order import (
     written,
 )
 from megatrain.scheduler.builder.stays import Stay, compute_stages, giants, place_slots, stays_of
-from megatrain.scheduler.effects import Effects, Parking, Parks, kind_of, streams
+from megatrain.scheduler.effects import Effects, Parking, Parks, kind_of
 from megatrain.scheduler.items import NO_BLOCK, Stream
 from megatrain.scheduler.lifetimes import (
     Books,
@@ -109,13 +109,12 @@ class Builder:
         self._tables: dict[Choices, Table] = {}
 
     def device_bytes(self, plan: Choices) -> int:
-        """Those of a plan's table, which isn't made."""
+        """The device bytes of a plan's table, which isn't made for them."""
         if plan not in self._bytes:
             groups, effects = self._ops(plan), self.effects(plan)
             columns = OpColumns.joined([self._columns_of(plan, effects, ops) for ops in groups])
             ticks = np.array([tick for ops in groups for tick in ops.ticks], np.int64)
-            ranks = {stream: rank for rank, stream in enumerate(streams())}
-            of_ops = np.array([ranks[ops.stream] for ops in groups for _ in ops.ticks], np.int64)
+            of_ops = [ops.stream for ops in groups for _ in ops.ticks]
             spans = Spans(effects, columns, ticks, of_ops, 1 + int(ticks.max(initial=-1)))
             self._bytes[plan] = int(spans.device_moments(arena_bytes(self._place(plan).slots))[1].max(initial=0))
         return self._bytes[plan]
